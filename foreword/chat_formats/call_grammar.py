@@ -36,7 +36,7 @@ SPACE_TEXT: Final = Text(f"{BLANK}?", is_space=True)
 class ToolSchema:
     """A callable tool and the schema of its arguments."""
 
-    index: int  # in the request
+    index: int  # place in the request
     definition: Tool
     parameters: Mapping[str, Any]
 
@@ -69,8 +69,8 @@ class GrammarWriter(abc.ABC):
         """to_marker  a text of the format as texts and ids of marker tokens: BoundFormat.pieces()"""
         self._to_marker = to_marker
         self._lines: dict[str, str] = {}  # head of each rule -> its body
-        self._arguments: dict[int, list[Item]] = {}  # by the tool's index
-        self._num_chars = 0  # of rules, and of the arguments in them
+        self._arguments: dict[int, list[Item]] = {}  # the tool's index -> its arguments
+        self._num_chars = 0  # characters of rules, and of the arguments in them
 
     @abc.abstractmethod
     def json(self, tool: ToolSchema, schema: Any, path: str) -> str:

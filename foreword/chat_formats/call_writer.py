@@ -16,7 +16,7 @@ TOOL_TEXT: Final = """You can call these tools:
 To call a tool, write a call in exactly this form, with the tool's name and arguments in place of the example:
 {example}
 The result of each call follows in the next message."""
-NO_CALL: Final = WrittenCall("")  # beside calls no part depends on one
+NO_CALL: Final = WrittenCall("")  # parts beside a call depend on none
 
 
 def write_calls(tools: ToolFormat, calls: Sequence[WrittenCall]) -> str:

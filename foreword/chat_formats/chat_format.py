@@ -28,7 +28,7 @@ class ToolFormat:
     begin: tuple[Part, ...] = ()
     separator: tuple[Part, ...] | None = None  # None: one call a section; further calls are further sections
     end: tuple[Part, ...] = ()
-    opens_answer: bool = False  # without a marker: a call is one only at the start of the answer
+    opens_answer: bool = False  # it has no marker: a call is one only at the start of the answer
 
     @property
     def first(self) -> Part:
@@ -81,7 +81,7 @@ class BoundFormat:
 
     format: ChatFormat
     token_ids: Mapping[str, int]  # texts of the record that are one token each
-    special_ids: frozenset[int] = frozenset()  # of the vocabulary; one of them ends each turn
+    special_ids: frozenset[int] = frozenset()  # special tokens of the vocabulary; one of them ends each turn
 
     def pieces(self, text: str) -> tuple[str | int, ...]:
         """A record's text as texts and ids of marker tokens: `<|start|>assistant` is (ID, "assistant")."""

@@ -1,4 +1,4 @@
-"""What a parser reads from a model's answer: one stream of events, which every API writes in its own form."""
+"""Events of a parsed answer: one stream, which every API writes in its own form."""
 
 from __future__ import annotations
 

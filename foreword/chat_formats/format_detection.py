@@ -2,8 +2,8 @@
 
 A candidate is proven if a conversation with calls, rendered by the template, parses back to the same calls,
 reasoning and content. If none is, a family by its markers may be proven for parsing alone: some templates
-write strings of the history without their quotes or escapes, or refuse a part of it. Of the first two kinds,
-one that also writes calls as the template does is preferred. Candidates are, in this order: the checkpoint's
+write strings of the history without their quotes or escapes, or refuse a part of it. Among the first two
+kinds, prefer one that reproduces the template's bytes. Candidates are, in this order: the checkpoint's
 `response_template`, the families whose markers the template holds, an analysis of what the template writes,
 and for templates without tools the `generic` format, in which a system text describes the tools.
 """
@@ -26,7 +26,7 @@ from foreword.chat_formats.template_analysis import derive_tools, find_markers, 
 from foreword.chat_formats.tools import Tool, ToolUse, WrittenCall
 from foreword.errors import InvalidRequest
 
-ARGUMENTS: Final[Mapping[str, Any]] = {  # of every type; templates stumble over a schema with null
+ARGUMENTS: Final[Mapping[str, Any]] = {  # every type but null, whose schema makes templates fail
     "text": "a \"b\"\n'c' <d> & é 字 👍",
     "digits": "0213",
     "count": -3,
@@ -70,12 +70,12 @@ class TemplateProbe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProofTokenizer:
-    """What a proof needs of a tokenizer."""
+    """The tokenizer functions that a proof needs."""
 
     token_to_id: Callable[[str], int | None]
     tokenize: Callable[[str], list[tuple[int, str]]]  # ids, and the text that each completes
     special_ids: frozenset[int] = frozenset()
-    end_texts: tuple[str, ...] = ()  # of tokens that end an answer
+    end_texts: tuple[str, ...] = ()  # texts of tokens that end an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Detection:
     """The format of a checkpoint, and how it was found."""
 
     format: ChatFormat | None  # `tools` is None if no format of calls is proven; None: nothing is known
-    origin: str = ""  # where the format comes from
+    origin: str = ""  # source of the format
     proof: str = UNPROVEN
     problems: tuple[str, ...] = ()  # candidates that are not proven, and what differed
 
@@ -239,7 +239,7 @@ def _analyse(template: TemplateProbe, tokenizer: ProofTokenizer) -> ToolFormat |
 
 
 def _turn(template: TemplateProbe, tokenizer: ProofTokenizer, message: Mapping[str, Any]) -> str:
-    """What the template writes for a message of the assistant; empty if it refuses it."""
+    """The template's text of an assistant message; empty if it refuses it."""
     try:
         tools = _proof_tools(PLAIN_ARGUMENTS)
         return assistant_turn(template, {"role": "assistant", **message}, tokenizer.end_texts, tools)[1]
@@ -248,7 +248,7 @@ def _turn(template: TemplateProbe, tokenizer: ProofTokenizer, message: Mapping[s
 
 
 def _difference(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer) -> str | None:
-    """What does not survive rendering and parsing; None if all does."""
+    """The first difference after rendering and parsing; None if there is none."""
     if _difference_with(ARGUMENTS, fmt, template, tokenizer) is None:
         return None
     # Some templates write other values as Python does, or fail on schemas with other types.
@@ -315,7 +315,7 @@ def _round_trip(
     tools: tuple[Tool, ...],
     message: Mapping[str, Any],
 ) -> str | None:
-    """What differs after parsing the rendered message."""
+    """The difference after parsing the rendered message."""
     prompt, turn = assistant_turn(template, message, tokenizer.end_texts, tools)
     events, calls = _parse(fmt, tokenizer, tools, turn, prompt)
     expected = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
@@ -370,7 +370,7 @@ def _canonical(text: str) -> str:
 
 
 def _text_difference(events: Iterable[Any], message: Mapping[str, Any], turn: str) -> str | None:
-    """What differs of reasoning and content, as far as the template renders them."""
+    """The difference in reasoning and content, as far as the template renders them."""
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
     content = "".join(event.text for event in events if isinstance(event, ContentText))
     given = [text for text in (message.get("reasoning_content"), message["content"]) if text and text in turn]

@@ -9,7 +9,7 @@ from typing import Final
 # A JSON string up to its quote; a backslash at the end of the text stays out.
 JSON_STRING: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 JSON_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-MAX_LITERAL_CHARS: Final = 64  # of a number, true, false or null
+MAX_LITERAL_CHARS: Final = 64  # longest number or literal
 LITERALS: Final = {"True": "true", "False": "false", "None": "null"} | {
     word: word for word in ("true", "false", "null")
 }

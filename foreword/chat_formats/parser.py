@@ -31,7 +31,7 @@ from foreword.chat_formats.stream_reader import MARKER, SPACES, WHITESPACE, Call
 from foreword.chat_formats.tools import ToolUse
 
 FIRST_MARKER: Final = 0xD800  # the character of the first marker token
-MAX_HEAD_CHARS: Final = 160  # of a custom tool's arguments before its input
+MAX_HEAD_CHARS: Final = 160  # longest start of a custom tool's arguments before its input
 INPUT_BEGIN: Final = re.compile(r'\s{0,33}\{\s{0,33}"input"\s{0,33}:\s{0,33}"')
 
 
@@ -381,7 +381,7 @@ class ChatParser(CallReader):
         return text
 
     def _fail(self, text: str, is_error: bool = True) -> None:
-        """What looked like a call is text; its marker tokens are not."""
+        """Pass a text that looked like a call on, without its marker tokens."""
         self.num_parse_errors += is_error
         if text:
             self._say(MARKER.sub("", text))
@@ -468,6 +468,6 @@ class CustomInput:
         return piece
 
     def flush(self) -> str:
-        """What is left at the end of the arguments."""
+        """The rest of the input, at the end of the arguments."""
         is_other = self._unescape is None and len(self._head) <= MAX_HEAD_CHARS and self._head != "{}"
         return self._head if is_other else ""

@@ -7,8 +7,8 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 ANY_TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-MAX_SCHEMA_DEPTH: Final = 16  # of references and alternatives
-MAX_INDEX_DIGITS: Final = 6  # of a list index in a reference
+MAX_SCHEMA_DEPTH: Final = 16  # references and alternatives
+MAX_INDEX_DIGITS: Final = 6  # digits of a list index in a reference
 
 
 class SchemaTypes:
@@ -19,7 +19,7 @@ class SchemaTypes:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._types: dict[int, frozenset[str]] = {}  # by id() of the part, which the root keeps
+        self._types: dict[int, frozenset[str]] = {}  # id() of a part, which the root keeps -> its types
         properties = root.get("properties")
         # All of them now and in this order: the types do not depend on who asks for which first.
         self.arguments: dict[str | None, frozenset[str]] = {
@@ -37,7 +37,7 @@ class SchemaTypes:
         if not isinstance(schema, Mapping) or not depth:
             return ANY_TYPES
         if id(schema) not in self._types:
-            self._types[id(schema)] = ANY_TYPES  # for references to the part from inside of it
+            self._types[id(schema)] = ANY_TYPES  # references to the part from inside of it allow any
             self._types[id(schema)] = self._read(schema, depth - 1)
         return self._types[id(schema)]
 

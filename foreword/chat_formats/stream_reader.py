@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from foreword.chat_formats.tools import Tool, ToolUse
 
-MAX_HEADER_CHARS: Final = 128  # of names, keys and headers; longer ones are none
-MAX_SPACE_CHARS: Final = 256  # between a spelled closer and the text that confirms it
+MAX_HEADER_CHARS: Final = 128  # longer texts are no names, keys or headers
+MAX_SPACE_CHARS: Final = 256  # whitespace between a spelled closer and the text that confirms it
 WHITESPACE: Final = " \t\r\n"
 MARKER: Final = re.compile("[\ud800-\udfff]")
 SPACES: Final = re.compile(r"[ \t\r\n]*+")
@@ -63,8 +63,8 @@ class StreamReader:
 
     def __init__(self) -> None:
         self.buffer = ""  # input that is not dropped yet
-        self.position = 0  # in it: what is read
-        self._raw: list[str] | None = None  # what is read of a call that is not certain yet: before mark,
+        self.position = 0  # end of the text that is read
+        self._raw: list[str] | None = None  # text of a call that is not certain yet: before the mark,
         self._mark = 0  # and from this position in the buffer on
         self._ended = False
         self.is_in_call = False  # it has started and not ended
@@ -200,8 +200,8 @@ class CallReader(StreamReader, abc.ABC):
         self.names = sorted(self.tools, key=len, reverse=True)
         self.spell = spell
         self.closers = closers
-        self.tool: Tool | None = None  # of the call that is read
-        self.call_id: str | None = None  # as the model wrote it
+        self.tool: Tool | None = None  # tool of the call that is read
+        self.call_id: str | None = None  # id that the model wrote
         self.is_whole_answer = False  # no marker tells the call from other JSON
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.errors import InvalidRequest
 
 MAX_TOOLS: Final = 512
-MAX_TOOLS_BYTES: Final = 1 << 20  # of the tools' descriptions and schemas as JSON
+MAX_TOOLS_BYTES: Final = 1 << 20  # descriptions and schemas as JSON, all together
 TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 Choice = Literal["auto", "none", "required"]
 

@@ -19,7 +19,7 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # JSON schema of an object; None: no arguments
     strict: bool = False  # keywords of the schema that cannot be enforced are refused, not dropped
     is_custom: bool = False
-    input_grammar: StructuredOutput | None = None  # of a custom tool's input; None: any text
+    input_grammar: StructuredOutput | None = None  # constraint on a custom tool's input; None: any text
     is_deferred: bool = False  # described by a message: chat templates do not get it
     schema_field: str = field(default="", compare=False)  # the user's name of `parameters`, for errors
     _argument_types: dict[str | None, frozenset[str]] = field(
@@ -80,7 +80,7 @@ class WrittenCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
-    index: int = 0  # among the calls of the conversation, for formats that count them
+    index: int = 0  # number in the conversation, which some formats write
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class ReasoningOptions:
 
     enabled: bool | None = None  # None: the chat template's default
     effort: str | None = None  # "minimal" .. "max", for templates with such a variable
-    budget_tokens: int | None = None  # of thinking; at its end the reasoning is closed
+    budget_tokens: int | None = None  # thinking budget; at its end the reasoning is closed
 
     @property
     def is_enabled(self) -> bool | None:

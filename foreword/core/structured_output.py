@@ -18,8 +18,8 @@ CONSTRAINT_TYPES = (
     *("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"),
     "tools",
 )
-MAX_CONSTRAINT_BYTES = 1 << 20  # of `text`
-MAX_TOOLS_BYTES = 4 << 20  # of the `text` of tools
+MAX_CONSTRAINT_BYTES = 1 << 20  # bytes of `text`
+MAX_TOOLS_BYTES = 4 << 20  # bytes of the `text` of tools
 
 
 # A text that divides an answer, as texts and ids. Only its token counts where there is an id.
@@ -147,7 +147,7 @@ class RequestGrammar(Protocol):
     """
 
     error: str | None
-    draft_error: str | None  # of a row of the last draft; it holds if that row's tokens become output
+    draft_error: str | None  # error of a row of the last draft; it holds if that row's tokens become output
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance over committed output; tokens after the grammar's end are ignored."""
@@ -175,7 +175,7 @@ class RequestGrammar(Protocol):
 class Vocabulary:
     """A tokenizer as plain values (picklable)."""
 
-    tokens: tuple[bytes, ...]  # by id; empty for ids without a token
+    tokens: tuple[bytes, ...]  # bytes of each id; empty for ids without a token
     special_ids: tuple[int, ...]  # ascending
     eos_ids: tuple[int, ...]
-    marker_ids: tuple[int, ...] = ()  # of chat formats, special or not: no text of a call holds them
+    marker_ids: tuple[int, ...] = ()  # markers of chat formats, special or not: no text of a call holds them

@@ -31,7 +31,7 @@ from foreword.grammar.json_schema import GrammarError
 from foreword.grammar.tool_schemas import ToolGrammarWriter
 
 ANY_SPACES: Final = rf"{SPACES}{{0,16}}"
-LEADING_SPACE: Final = Text(rf"(\n\n|{BLANK})?", is_space=True)  # before the first call, or JSON
+LEADING_SPACE: Final = Text(rf"(\n\n|{BLANK})?", is_space=True)  # whitespace before the first call, or JSON
 
 
 class AnswerGrammar:
@@ -146,7 +146,7 @@ class AnswerGrammar:
             own = evaluate(items[len(prefix) :], tool)
             name = own[: 1 + isinstance(calls.call[0], Name)]  # up to the text after it
             head = "".join(item.regex for item in (SPACE_TEXT, *prefix, *name) if isinstance(item, Text))
-            heads.append(head.replace(SPACE_TEXT.regex, ANY_SPACES))  # as the parser reads it
+            heads.append(head.replace(SPACE_TEXT.regex, ANY_SPACES))  # the parser reads more
             named.append(self._writer.rule(f"opening_{tool.rule}", join([LEADING_SPACE, *prefix, *own])))
         other = self._writer.rule("OTHER_TEXT", f"{ANY_TEXT} & ~(/({'|'.join(heads)})(?s:.*)/)")
         more = self._more_calls()

@@ -38,7 +38,7 @@ NO_TOKEN: Final = (1 << 31) - 1
 GRAMMAR_LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 ERROR_LOCATION: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
 ERROR_LINE: Final = re.compile(r"^at (\d+)\(\d+\): ")
-TOOL_RULE: Final = re.compile(r"_tool(\d+)", re.IGNORECASE)  # in the name of a rule
+TOOL_RULE: Final = re.compile(r"_tool(\d+)", re.IGNORECASE)  # part of a rule's name
 # Rule attributes that llguidance cannot roll back, or that the sampler controls.
 UNSUPPORTED_ATTRIBUTE: Final = re.compile(
     r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE
@@ -125,8 +125,8 @@ class Lexer:
     """A cache of lexer states, of all matchers made here. Its error ends all of them."""
 
     prototype: LLMatcher
-    max_cost: float  # of the states of outputs, in llguidance's fuel
-    base_cost: int = 0  # before the first output
+    max_cost: float  # largest cost of the states of outputs, in llguidance's fuel
+    base_cost: int = 0  # cost at the first output
     _cost: int = 0  # when last read
     unread_s: float = 0.0  # time of the masks since then
 

@@ -34,7 +34,7 @@ ESCAPE: Final = re.compile(
 CONTROL_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
 QUANTIFIERS: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 EMPTY_LITERAL: Final = '""'
-MAX_DIGITS: Final = 9  # of a repetition count: int() of thousands of digits is slow or fails
+MAX_DIGITS: Final = 9  # longest repetition count: int() of thousands of digits is slow or fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _parse_char_set(text: str) -> str:
     signs = ["-" if char == "-" and not escaped else escape_char(char) for char, escaped in _unescape(body)]
     if not signs:
         raise GrammarError(f"the character class {text} is empty")
-    for index in (0, len(signs) - 1):  # at either end: a literal "-"
+    for index in (0, len(signs) - 1):  # a "-" at either end is a literal
         if signs[index] == "-":
             signs[index] = escape_char("-")
     return f"[{'^' if text.startswith('[^') else ''}{''.join(signs)}]"

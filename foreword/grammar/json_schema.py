@@ -18,10 +18,10 @@ from foreword.grammar import limits
 STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
 MAX_SHOWN_NUMBER: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
-ROOT: Final = "parameters"  # of a schema, in the definitions of its parts
-MAX_PATTERNS: Final = 16  # of an object that names its properties and has no others
-MAX_NAME_CHARS: Final = 128  # of its properties
-MAX_PATH_CHARS: Final = 200  # of a place in errors and logs
+ROOT: Final = "parameters"  # name of the whole schema in the definitions of its parts
+MAX_PATTERNS: Final = 16  # patterns of an object that names its properties and has no others
+MAX_NAME_CHARS: Final = 128  # longest name of its properties
+MAX_PATH_CHARS: Final = 200  # longest path in errors and logs
 ANY_PROPERTY_NAME: Final = "(?s:.*)"  # pattern
 
 # Whitespace between two parts of JSON: a space, or a newline and an indentation. json.dumps() with indent=4
@@ -133,7 +133,7 @@ class SchemaConverter:
         self._root = root
         self._dropped = dropped
         self._closes_objects = closes_objects
-        self._definitions = ""  # as JSON
+        self._definitions = ""  # JSON
 
     def convert(self, schema: Any, path: str, whitespace: str) -> str:
         """A part of the schema. Raises GrammarError.

@@ -16,8 +16,8 @@ MAX_NESTING: Final = 100  # nested brackets
 MAX_PROPERTIES: Final = 10_000  # keywords, values and names of a schema
 MAX_CHOICES: Final = 10_000  # texts of a choice, values of an enum
 MAX_REPEAT: Final = 10_000  # {m,n} of a regex; lengths in a schema
-MAX_RULES: Final = 5_000  # of a GBNF grammar
-MAX_TAGS: Final = 256  # of a structural tag
+MAX_RULES: Final = 5_000  # rules of a GBNF grammar
+MAX_TAGS: Final = 256  # tags of a structural tag
 
 # Worker that compiles a grammar for the first time.
 COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run
@@ -54,7 +54,7 @@ def parser_limits(kind: str, for_check: bool = False) -> LLParserLimits:
     check_fuel = 1_000_000 if kind == "tools" else 100_000
     return LLParserLimits(
         max_items_in_row=600,
-        initial_lexer_fuel=1_000_000,  # to build the lexer; 50 units take about 1 us
+        initial_lexer_fuel=1_000_000,  # pays for building the lexer; 50 units take about 1 us
         step_lexer_fuel=check_fuel if for_check else MAX_ROW_COST,
         step_max_items=50_000,  # Earley items for one mask; 20 take about 1 us
         max_lexer_states=50_000,  # 1 to 2 kB each

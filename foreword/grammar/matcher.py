@@ -19,7 +19,7 @@ from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
 from foreword.grammar.vocab import GrammarVocab
 
-TOO_COSTLY: Final = "lexer error: too many expressions constructed"  # as llguidance says it
+TOO_COSTLY: Final = "lexer error: too many expressions constructed"  # llguidance's error
 
 
 class Matcher:

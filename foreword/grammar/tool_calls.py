@@ -84,7 +84,7 @@ def tool_constraint(
 class _Task:
     """Arguments of `tool_constraint`; equal ones have equal constraints."""
 
-    key: tuple[Any, ...]  # of bound and use
+    key: tuple[Any, ...]  # equal for equal bound and use
     reasoning: ReasoningOptions
     starts_in_reasoning: bool
     response_format: StructuredOutput | None

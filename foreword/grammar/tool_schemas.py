@@ -19,7 +19,7 @@ from foreword.grammar.json_schema import (
 )
 from foreword.grammar.lark import embed_lark, lark_regex
 
-CALL_WHITESPACE: Final = r" |\n"  # between parts of JSON
+CALL_WHITESPACE: Final = r" |\n"  # whitespace between parts of JSON
 LENGTHS: Final = ("minLength", "maxLength")
 STRING_ALTERNATIVES: Final = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 DEFINITION_KEYWORDS: Final = ("$anchor", "$defs", "$id", "$schema", "definitions", "id")

@@ -65,7 +65,7 @@ class GrammarVocab:
         self.spelled, self._slices = tuple(tokens), tuple(slices)
         self.marker_ids = tuple(i for i in vocabulary.marker_ids if i < vocab_size)
         self._special_ids = {False: tuple(special), True: tuple(sorted({*special, *self.marker_ids}))}
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by special ids
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # special ids -> tokenizer
         self._lock = threading.Lock()
         # llguidance's end of sequence. Its bit in a mask: the output may end.
         self.end_id = self.eos_ids[0] if self.eos_ids else vocab_size

@@ -36,28 +36,28 @@ from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.tokenizer.messages import read_tool_history
 from foreword.tokenizer.tokenizer import Tokenizer
 
-MAX_BYTES: Final = 64 << 20  # of all remembered answers
+MAX_BYTES: Final = 64 << 20  # all remembered answers together
 MAX_PROMPTS: Final = 1 << 14  # last prompts whose answers can be remembered
 MAX_PROMPT_END: Final = 16  # tokens of the prompt, after its last end of a turn, that identify the place
 MAX_ATTEMPTS: Final = 3  # renderings until one is plain
-OVERHEAD_BYTES: Final = 512  # of an answer's objects
+OVERHEAD_BYTES: Final = 512  # Python objects of an answer
 REASONING: Final = "reasoning_content"
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What an answer says."""
+class _AnswerContent:
+    """Content of an answer."""
 
     calls: tuple[tuple[str, str, str], ...]  # id, name, arguments
-    content: str
+    text: str
     reasoning: str
 
     @property
     def key(self) -> str:
         """The first call's id, or the content."""
-        return self.calls[0][0] if self.calls else f"\n{self.content}"
+        return self.calls[0][0] if self.calls else f"\n{self.text}"
 
     def is_in(self, message: Mapping[str, Any]) -> bool:
         """Whether a message of read_tool_history() says the same, as far as clients send it back."""
@@ -73,17 +73,17 @@ class _Said:
                 for (call_id, function), (written_id, name, arguments) in zip(calls, self.calls, strict=True)
             )
             and isinstance(content, str)
-            and content.strip() == self.content.strip()
+            and content.strip() == self.text.strip()
             and reasoning.strip() in ("", self.reasoning.strip())
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a model wrote, and where."""
+    """An answer's tokens and its conversation."""
 
-    said: _Said
-    token_ids: array[int]  # without the token that ended the answer
+    content: _AnswerContent
+    token_ids: array[int]  # tokens up to the one that ended the answer
     prompt_digest: bytes
     header: str  # text of the prompt behind its last end of a turn, without `prefill`
     prefill: str  # reasoning that the prompt opens or leaves empty
@@ -91,9 +91,10 @@ class _Answer:
 
     @property
     def num_bytes(self) -> int:
-        said = (self.said.content, self.said.reasoning, *(part for call in self.said.calls for part in call))
+        content = self.content
+        texts = (content.text, content.reasoning, *(part for call in content.calls for part in call))
         num_tokens = len(self.token_ids) + len(self.prefill_ids)
-        return num_tokens * self.token_ids.itemsize + sum(map(len, said)) + OVERHEAD_BYTES
+        return num_tokens * self.token_ids.itemsize + sum(map(len, texts)) + OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +109,18 @@ class _Placeholders:
 
     @classmethod
     def of(cls, index: int, answer: _Answer) -> _Placeholders:
-        calls = range(len(answer.said.calls))
+        calls = range(len(answer.content.calls))
         return cls(
             answer,
             tuple(f"fwname{index}x{i}x" for i in calls),
             tuple(f"fwarguments{index}x{i}x" for i in calls),
-            f"fwcontent{index}x" if answer.said.content.strip() else "",
-            f"fwreasoning{index}x" if answer.said.reasoning.strip() else "",
+            f"fwcontent{index}x" if answer.content.text.strip() else "",
+            f"fwreasoning{index}x" if answer.content.reasoning.strip() else "",
         )
 
     @property
     def once(self) -> list[str]:
-        """Those that a template writes once; names stand beside results too."""
+        """Placeholders that occur once. Names may also occur in results."""
         return [text for text in (*self.arguments, self.content, self.reasoning) if text]
 
     @property
@@ -144,7 +145,7 @@ class _Placeholders:
 
     def restore_names(self, text: str) -> str:
         """The text with the called names, which templates write beside results too."""
-        for placeholder, (_, name, _) in zip(self.names, self.answer.said.calls, strict=True):
+        for placeholder, (_, name, _) in zip(self.names, self.answer.content.calls, strict=True):
             text = text.replace(placeholder, name)
         return text
 
@@ -154,7 +155,7 @@ class _Misfit(Exception):
 
     def __init__(self, index: int, is_elsewhere: bool = False) -> None:
         super().__init__()
-        self.index = index  # of the message
+        self.index = index  # place of the message
         self.is_elsewhere = is_elsewhere  # the prompt before it is another, and so are those of later answers
 
 
@@ -184,17 +185,17 @@ class AnswerTokenCache:
         eos = self._tokenizer.eos_token_ids
         if not token_ids or token_ids[-1] not in eos:
             return
-        said = _read_events(events)
-        if said is None:
+        content = _read_events(events)
+        if content is None:
             return
-        answer = self._make_answer(said, prompt_ids, token_ids[:-1])
+        answer = self._make_answer(content, prompt_ids, token_ids[:-1])
         if answer.num_bytes > self._max_bytes:
             return
         with self._lock:
             conversation = self._conversations.get((tenant, answer.prompt_digest))
             if conversation is None:
                 return
-            key = tenant, conversation, said.key
+            key = tenant, conversation, content.key
             self._pop(key)
             self._answers[key] = answer
             self._num_bytes += answer.num_bytes
@@ -260,7 +261,7 @@ class AnswerTokenCache:
                 content = f"\n{message.get('content')}"
                 key = tenant, digests[index], calls[0]["id"] if calls else content
                 answer = self._answers.get(key)
-                if answer is not None and answer.said.is_in(message):
+                if answer is not None and answer.content.is_in(message):
                     self._answers.move_to_end(key)
                     found[index] = answer
         return found
@@ -331,11 +332,13 @@ class AnswerTokenCache:
                 _are_equal({"text": text}, arguments)
                 for text, (_, _, arguments) in zip(placeholders.arguments, written.calls, strict=True)
             )
-            and written.content.strip() == placeholders.content
+            and written.text.strip() == placeholders.content
             and written.reasoning.strip() == placeholders.reasoning
         )
 
-    def _make_answer(self, said: _Said, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> _Answer:
+    def _make_answer(
+        self, content: _AnswerContent, prompt_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> _Answer:
         """The answer to a prompt; the tokens behind the prompt's last end of a turn identify its place."""
         tail = list(prompt_ids[-MAX_PROMPT_END:])
         ends = [i + 1 for i, token_id in enumerate(tail) if token_id in self._tokenizer.eos_token_ids]
@@ -343,7 +346,7 @@ class AnswerTokenCache:
         num_prefilled = self._num_prefilled(tail)
         header, prefill = tail[: len(tail) - num_prefilled], tail[len(tail) - num_prefilled :]
         return _Answer(
-            said,
+            content,
             array("I", token_ids),
             _hash(prompt_ids).digest(),
             self._text(header),
@@ -384,8 +387,8 @@ def _conversation_digests(history: Sequence[Mapping[str, Any]], tools: Sequence[
     running = hashlib.blake2b(repr(tools).encode("utf-8", "surrogatepass"), digest_size=16)
     digests = [running.digest()]
     for message in history:
-        said = {name: message.get(name) or "" for name in ("role", "content", "tool_calls", "tool_call_id")}
-        running.update(json.dumps(said, sort_keys=True, default=repr).encode())
+        fields = {name: message.get(name) or "" for name in ("role", "content", "tool_calls", "tool_call_id")}
+        running.update(json.dumps(fields, sort_keys=True, default=repr).encode())
         digests.append(running.digest())
     return digests
 
@@ -398,8 +401,8 @@ def _hash(token_ids: Sequence[int]) -> hashlib.blake2b:
     return hashlib.blake2b(_to_bytes(token_ids), digest_size=16)
 
 
-def _read_events(events: Iterable[ChatEvent]) -> _Said | None:
-    """What an answer says; None if that is nothing, or a call is incomplete."""
+def _read_events(events: Iterable[ChatEvent]) -> _AnswerContent | None:
+    """Content of an answer; None if it is empty, or a call is incomplete."""
     texts = {ContentText: "", ReasoningText: ""}
     calls: list[CallStart] = []
     arguments: dict[int, str] = {}
@@ -415,7 +418,7 @@ def _read_events(events: Iterable[ChatEvent]) -> _Said | None:
             texts[type(event)] += event.text
     if num_ends < len(calls) or not (calls or texts[ContentText].strip()):
         return None
-    return _Said(
+    return _AnswerContent(
         tuple((call.id, call.name, arguments.get(call.index, "")) for call in calls),
         texts[ContentText],
         texts[ReasoningText],

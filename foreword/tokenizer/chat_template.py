@@ -41,7 +41,7 @@ WORKER: Final = "foreword.tokenizer.template_worker"
 NUM_WORKERS: Final = 2
 LIMITS: Final = JobLimits(cpu_s=2.0, wall_s=20.0, num_bytes=1 << 30, queue_timeout_s=30.0)
 MAX_SOURCE_CHARACTERS: Final = 131_072
-MAX_INPUT_BYTES: Final = 64 << 20  # of messages and options, pickled
+MAX_INPUT_BYTES: Final = 64 << 20  # pickled messages and options
 MAX_REPLY_BYTES: Final = 256 << 20
 END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
 PROBE_TEXT: Final = "Foreword asks"
@@ -72,7 +72,7 @@ class _CallStyle:
 
     text_arguments: bool  # JSON text, not a mapping
     no_content: str | None  # content of a message with calls and no text
-    short_ids: bool  # of 9 letters and digits, as Mistral's
+    short_ids: bool  # ids have 9 letters and digits, as Mistral's
 
     def apply(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages of read_tool_history() in this style."""
@@ -105,7 +105,7 @@ class _CallStyle:
 
 @dataclass(frozen=True, slots=True)
 class _ToolShape:
-    """What a conversation does with tools, as far as templates differ in what they keep of it."""
+    """Tool features of a conversation that some templates drop."""
 
     says_and_calls: bool = False  # a message has a text and calls
     several_calls: bool = False  # a message has several calls
@@ -169,8 +169,10 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._placeholder = placeholder
         self._takes_content_lists = False
-        self._no_tools: list[Any] | None = None  # as transformers; []: the template fails with None
-        self._call_format = JSON_CALLS  # of calls that the template does not render
+        self._no_tools: list[Any] | None = (
+            None  # value of `tools`: None as in transformers; [] where the template fails with None
+        )
+        self._call_format = JSON_CALLS  # format of calls that the template does not render
         self._describes_tools = True  # the template does, not this class
         # As probed on first use:
         self._fits: dict[_ToolShape, _Fit] = {}

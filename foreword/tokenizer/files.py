@@ -34,7 +34,7 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name (`bos_token`, ...)
     extra_special_tokens: tuple[str, ...] = ()  # special tokens without a name
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # `added_tokens_decoder`
-    eos_token_ids: tuple[int, ...] = ()  # of the model's configuration
+    eos_token_ids: tuple[int, ...] = ()  # ids that the model's configuration names
     chat_template: str | None = None  # Jinja source
     response_template: Mapping[str, Any] | None = None  # transformers' description of answers
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)

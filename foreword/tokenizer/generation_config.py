@@ -44,7 +44,7 @@ class GenerationConfig:
     """Defaults of requests that do not set a field."""
 
     params: Mapping[str, float] = field(default_factory=dict)  # fields of SamplingParams but max_tokens
-    max_tokens: int | None = None  # of requests to which default_max_tokens applies
+    max_tokens: int | None = None  # limit of requests to which default_max_tokens applies
     warnings: tuple[str, ...] = ()  # values that are not used, and why
 
     def as_dict(self) -> dict[str, float]:

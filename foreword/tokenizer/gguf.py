@@ -124,9 +124,9 @@ class GGUFVocab:
     """The tokens of a file, without unused ones."""
 
     ids: Mapping[str, int]
-    token_types: Sequence[float]  # by id
-    scores: Sequence[float] | None  # by id
-    size: int  # with unused ids
+    token_types: Sequence[float]  # type of each id
+    scores: Sequence[float] | None  # score of each id
+    size: int  # number of ids, unused ones included
 
     @classmethod
     def from_metadata(cls, metadata: TokenizerMetadata) -> GGUFVocab:

@@ -28,7 +28,7 @@ from foreword.errors import CheckpointError, ForewordError, InvalidRequest, Requ
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-PANIC_TYPE_NAME = "PanicException"  # of Rust libraries: a BaseException that cannot be imported
+PANIC_TYPE_NAME = "PanicException"  # a BaseException of Rust libraries, which cannot be imported
 PROBE_TEXT = "a \ue000"  # a private-use character: the unknown token
 MAX_CACHED = 256  # texts of TokenSearch
 

@@ -21,7 +21,7 @@ from typing import Any
 from foreword.errors import ForewordError, Overloaded, RequestFailed, ShuttingDown
 from foreword.workers.worker import READY, WorkerSetup
 
-EXIT_TIMEOUT_S = 5.0  # from a worker's hang-up to its exit
+EXIT_TIMEOUT_S = 5.0  # longest time between a worker's hang-up and its exit
 
 
 class JobFailed(Exception):
@@ -99,7 +99,7 @@ class WorkerPool:
             return ShuttingDown("the server shuts down")
         if exit_code == -signal.SIGPROF:
             return JobFailed(f"it takes more than {self.limits.cpu_s:g} s of CPU time to {self.verb}")
-        if exit_code == -signal.SIGKILL:  # by the wall-time limit, or by the kernel's OOM killer
+        if exit_code == -signal.SIGKILL:  # the wall-time limit, or the kernel's OOM killer
             return Overloaded(f"{field}: the machine is too busy to {self.verb} it; try again later", field)
         return JobFailed(f"the worker crashed or ran out of memory when it tried to {self.verb} it")
 
@@ -172,7 +172,7 @@ class Worker:
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.kill()  # before the lock: unblocks the thread that waits for a reply
+            self.process.kill()  # not under the lock: unblocks the thread that waits for a reply
         with self.lock:
             if self._connection is not None:
                 self.reap(kill=True)

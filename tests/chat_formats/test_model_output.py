@@ -1,8 +1,8 @@
-"""What models write beside the letter of their format, and failures of other servers that must not return."""
+"""Answers beside the letter of their format, and failures of other servers that must not return."""
 
 from __future__ import annotations
 
-import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ from foreword.chat_formats.events import (
     CallStart,
     ChatEvent,
     ContentText,
-    ReasoningText,
     merge_events,
 )
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser, parse_message, starts_in_reasoning
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
+from tests.support.parsed_answers import collect
 
 STRING = {"type": "string"}
 PROPERTIES = {
@@ -82,9 +82,10 @@ TOKENS = {
 }
 
 
-def _bound(name: str, special_ids: frozenset[int] = frozenset()) -> BoundFormat:
-    """The format with its usual tokens, numbered from 1000."""
-    ids = {text: 1000 + i for i, text in enumerate(TOKENS.get(name, ()))}
+@cache
+def _bound(name: str, special_ids: frozenset[int] = frozenset(), is_spelled: bool = False) -> BoundFormat:
+    """The format with its usual tokens, numbered from 1000, or with none."""
+    ids = {} if is_spelled else {text: 1000 + i for i, text in enumerate(TOKENS.get(name, ()))}
     return bind_format(FORMATS[name], ids.get, special_ids)
 
 
@@ -92,25 +93,13 @@ def _parse(name: str, answer: str, use: ToolUse = USE, start: bool = False) -> t
     return parse_message(_bound(name), use, answer, start)
 
 
+def _parser(name: str, is_spelled: bool = False, start: bool = False) -> ChatParser:
+    return ChatParser(_bound(name, is_spelled=is_spelled), USE, start, "call_{}".format)
+
+
 def _feed(parser: ChatParser, *pieces: str | tuple[int, str]) -> tuple[ChatEvent, ...]:
     tokens = [(1, piece) if isinstance(piece, str) else piece for piece in pieces]
     return merge_events(event for token in tokens for event in parser.feed(*token))
-
-
-def _calls(events: tuple[ChatEvent, ...]) -> list[tuple[str, Any]]:
-    """(name, arguments) of each call, all of which must be complete."""
-    names = [event.name for event in events if isinstance(event, CallStart)]
-    assert sum(isinstance(event, CallEnd) for event in events) == len(names)
-    texts = {event.index: event.text for event in events if isinstance(event, CallArguments)}
-    return [(name, json.loads(texts[i])) for i, name in enumerate(names)]
-
-
-def _content(events: tuple[ChatEvent, ...]) -> str:
-    return "".join(event.text for event in events if isinstance(event, ContentText))
-
-
-def _reasoning(events: tuple[ChatEvent, ...]) -> str:
-    return "".join(event.text for event in events if isinstance(event, ReasoningText))
 
 
 XML_CALL = "<tool_call>\n<function=write>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
@@ -237,9 +226,8 @@ XML_CALL = "<tool_call>\n<function=write>\n<parameter=text>\n{}\n</parameter>\n<
     ],
 )
 def test_loose_output_is_a_call(name: str, answer: str, expected: dict[str, Any]) -> None:
-    events = _parse(name, answer)
-    assert _calls(events) == [("write", expected)]
-    assert _content(events) == ""
+    parsed = collect(_parse(name, answer))
+    assert (parsed.json_calls, parsed.content) == ([("write", expected)], "")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +257,120 @@ def test_no_call_is_content_without_marker_tokens(name: str, answer: str) -> Non
     expected = answer
     for token in TOKENS.get(name, ()):
         expected = expected.replace(token, "")
-    events = _parse(name, answer)
-    assert not [event for event in events if not isinstance(event, ContentText)]
-    assert _content(events) == expected
+    assert collect(_parse(name, answer)) == ("", expected, [])
+
+
+GET_TIME = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+BRACES = '<tool_call>{"name": "write", "arguments": {"text": "}{ \\" {"}}</tool_call> done'
+CODER_TIME = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
+DSML_TIME = '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>'
+LEAK = '<think>\nHm.\n</think>\n\nI call:\n<tool_call>\n{"name": "write", "arguments": {}}\n</tool_call>'
+LEAKED = ("Hm.", 'I call:\n\n{"name": "write", "arguments": {}}\n')
+STRAY = f"Hi.\n{GET_TIME}\n</tool_call>\n{GET_TIME}</tool_call>"
+BROKEN = r'{"text": "\x \u12 \ud800", "count": five, }'
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+    "<|end|><|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
+    '{"text": "x"}<|call|>'
+)
+HARMONY_FINAL = (
+    "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
+)
+TWO_OF_ARRAY = '[TOOL_CALLS][{"name": "get", "arguments": {}}, {"name": "unknown", "arguments": {}}]'
+TIMES = [("get_time", "{}")]
+# Reasoning, content and calls of answers; numbers are issues of other servers. `>` starts in reasoning.
+ANSWERS: dict[str, tuple[str, str, str, str, list[tuple[str, str]]]] = {
+    "vllm#43221: `</think>` and `<tool_call>` in one delta": (
+        *(">qwen3-coder", f"I must write it.</think>{CODER_TIME}"),
+        *("I must write it.", "", TIMES),
+    ),
+    "TensorRT-LLM#19228: no arguments, and braces in strings": (
+        *("hermes", f"{GET_TIME}{BRACES}"),
+        *("", " done", [*TIMES, ("write", '{"text": "}{ \\" {"}')]),
+    ),
+    "llama.cpp#28182, pwilkin/llama.cpp#5: closers that close nothing": (
+        "hermes",
+        STRAY,
+        "",
+        "Hi.",
+        TIMES * 2,
+    ),
+    "spelled closers that close nothing": ("generic", STRAY, "", "Hi.", TIMES * 2),
+    "closers without a call": ("hermes", "a</think> b</tool_call>", "", "a b", []),
+    "a spelled closer in a text": (
+        *("generic", "Close it with </tool_call>."),
+        *("", "Close it with </tool_call>.", []),
+    ),
+    "vllm#35687: a call in reasoning that is closed first is a draft": (
+        *(">hermes", f"Try {GET_TIME} later</think>No."),
+        *('Try {"name": "get_time", "arguments": {}} later', "No.", []),
+    ),
+    "a call in reasoning of a family that calls there": (
+        *(">qwen3-coder", f"Now.\n{CODER_TIME}\nDone."),
+        *("Now.", "\nDone.", TIMES),
+    ),
+    "a section in reasoning": (
+        *(">deepseek-v4", f"Now.\n\n<｜DSML｜tool_calls>\n{DSML_TIME}\n</｜DSML｜tool_calls>"),
+        *("Now.", "", TIMES),
+    ),
+    "no call in reasoning": (
+        *(">qwen3-coder", f"I could\n{CODER_TIME.replace('get_time', 'unknown')}\nyes</think>Done."),
+        *("I could\n\n<function=unknown>\n</function>\n\nyes", "Done.", []),
+    ),
+    "broken escapes and values reach the client, which can tell the model": (
+        *("hermes", f'<tool_call>{{"name": "write", "arguments": {BROKEN}}}</tool_call> ok'),
+        *("", " ok", [("write", BROKEN)]),
+    ),
+    "names that begin alike": ("pythonic", "[get(), get_time()]", "", "", [("get", "{}"), *TIMES]),
+    "names that begin alike behind markers": (
+        *("mistral-args", "[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]get[ARGS]{}"),
+        *("", "", [*TIMES, ("get", "{}")]),
+    ),
+    "a second call of an array that is none": (
+        *("mistral-v3", TWO_OF_ARRAY),
+        *("", ', {"name": "unknown", "arguments": {}}]', [("get", "{}")]),
+    ),
+    "channels of harmony": ("gpt-oss", HARMONY, "Hm.", "I look.", [("write", '{"text": "x"}')]),
+    "the final channel of harmony": ("gpt-oss", HARMONY_FINAL, "a", "b", []),
+    "spelled markers of content only around it": (
+        *("granite", "<think>a</think>\n<response>In XML: <response>x</response> y</response>\n"),
+        *("a", "In XML: <response>x</response> y", []),
+    ),
+    "local-inference-lab/vllm#22: prompt and model open the reasoning": (
+        *(">hermes", "<think>\n<think>\na\n</think>\nb"),
+        *("a", "b", []),
+    ),
+    "a spelled opener of reasoning counts only before content": (
+        *("generic", "<think>a</think>The tag <think> opens it."),
+        *("a", "The tag <think> opens it.", []),
+    ),
+    "a custom tool's arguments in another form are its input": (
+        *("hermes", '<tool_call>{"name": "patch", "arguments": {"code": 5}}</tool_call>'),
+        *("", "", [("patch", '{"code": 5}')]),
+    ),
+    "a custom tool without arguments": (
+        *("hermes", '<tool_call>{"name": "patch", "arguments": {}}</tool_call>'),
+        *("", "", [("patch", "")]),
+    ),
+    "a custom tool's long arguments": (
+        *("hermes", f'<tool_call>{{"name": "patch", "arguments": {{"x": "{"a" * 300}"}}}}</tool_call>'),
+        *("", "", [("patch", f'{{"x": "{"a" * 300}"}}')]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "answer", "reasoning", "content", "calls"), ANSWERS.values(), ids=ANSWERS)
+def test_answer(name: str, answer: str, reasoning: str, content: str, calls: list[tuple[str, str]]) -> None:
+    events = _parse(name.removeprefix(">"), answer, start=name.startswith(">"))
+    assert collect(events) == (reasoning, content, calls)
+
+
+def test_tools_that_may_not_be_called_are_not() -> None:
+    """vllm#37081, #39588, #48940: the model calls although it may not; markers do not leak."""
+    for use in (NO_TOOLS, ToolUse(USE.tools, choice="none")):
+        assert collect(_parse("hermes", LEAK, use)) == (*LEAKED, [])
+    use = ToolUse(USE.tools, allowed=("get",))
+    assert _parse("hermes", GET_TIME, use) == (ContentText('{"name": "get_time", "arguments": {}}'),)
 
 
 def test_failures_are_counted() -> None:
@@ -281,81 +380,15 @@ def test_failures_are_counted() -> None:
         ('<tool_call>{"name": "write", "arguments": {}}</tool_call>', 0),
         ("no call", 0),
     ]:
-        parser = ChatParser(_bound("hermes"), USE, False, "call_{}".format)
+        parser = _parser("hermes")
         for piece in answer.replace("<", " <").replace(">", "> ").split(" "):
             parser.feed(_bound("hermes").token_ids.get(piece, 1), piece)
         parser.flush()
         assert parser.num_parse_errors == expected
 
 
-def test_last_words_of_reasoning_before_a_call_are_kept() -> None:
-    """vllm#43221: `</think>` and `<tool_call>` in one delta."""
-    events = _parse(
-        "qwen3-coder",
-        "I must write it.</think><tool_call><function=get_time></function></tool_call>",
-        start=True,
-    )
-    assert _reasoning(events) == "I must write it."
-    assert _calls(events) == [("get_time", {})]
-
-
-def test_no_arguments_and_braces_in_strings_close_a_call() -> None:
-    """TensorRT-LLM#19228."""
-    first = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-    second = '<tool_call>{"name": "write", "arguments": {"text": "}{ \\" {"}}</tool_call> done'
-    events = _parse("hermes", first + second)
-    assert _calls(events) == [("get_time", {}), ("write", {"text": '}{ " {'})]
-    assert _content(events) == " done"
-
-
-@pytest.mark.parametrize("use", [NO_TOOLS, ToolUse(USE.tools, choice="none")])
-def test_markers_do_not_leak_without_tools(use: ToolUse) -> None:
-    """vllm#37081, #39588, #48940: the model calls although it may not."""
-    answer = (
-        '<think>\nHm.\n</think>\n\nI call:\n<tool_call>\n{"name": "write", "arguments": {}}\n</tool_call>'
-    )
-    events = _parse("hermes", answer, use)
-    assert _reasoning(events) == "Hm."
-    assert _content(events) == 'I call:\n\n{"name": "write", "arguments": {}}\n'
-    assert not _calls(events)
-
-
-def test_stray_markers_are_dropped() -> None:
-    """llama.cpp#28182, pwilkin/llama.cpp#5: closers that close nothing."""
-    call = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-    for name in ("hermes", "generic"):  # as tokens, and spelled
-        events = _parse(name, f"Hi.\n{call}\n</tool_call>\n{call}</tool_call>")
-        assert _calls(events) == [("get_time", {})] * 2
-        assert _content(events) == "Hi."
-    assert _content(_parse("hermes", "a</think> b</tool_call>")) == "a b"
-    assert _content(_parse("generic", "Close it with </tool_call>.")) == "Close it with </tool_call>."
-
-
-def test_calls_in_reasoning() -> None:
-    """vllm#35687: of a family that closes its reasoning, a call in it is a draft; of others it is a call."""
-    hermes = 'Try <tool_call>{"name": "get_time", "arguments": {}}</tool_call> later</think>No.'
-    events = _parse("hermes", hermes, start=True)
-    assert not _calls(events)
-    assert _reasoning(events) == 'Try {"name": "get_time", "arguments": {}} later'
-    assert _content(events) == "No."
-    coder = "Now.\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>\nDone."
-    events = _parse("qwen3-coder", coder, start=True)
-    assert _reasoning(events) == "Now."
-    assert _calls(events) == [("get_time", {})]
-    assert _content(events) == "\nDone."
-    invoke = '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>'
-    dsml = f"Now.\n\n<｜DSML｜tool_calls>\n{invoke}\n</｜DSML｜tool_calls>"
-    events = _parse("deepseek-v4", dsml, start=True)
-    assert _reasoning(events) == "Now."
-    assert [event.name for event in events if isinstance(event, CallStart)] == ["get_time"]
-    unknown = "I could\n<tool_call>\n<function=unknown>\n</function>\n</tool_call>\nyes</think>Done."
-    events = _parse("qwen3-coder", unknown, start=True)
-    assert _reasoning(events) == "I could\n\n<function=unknown>\n</function>\n\nyes"
-    assert _content(events) == "Done."
-
-
 def test_markers_spelled_in_several_tokens_are_text() -> None:
-    parser = ChatParser(_bound("hermes"), USE, False, "call_{}".format)
+    parser = _parser("hermes")
     text = '<think>x</think> <tool_call>{"name": "write", "arguments": {}}</tool_call>'
     events = _feed(parser, *text)
     assert events == (ContentText(text),)
@@ -365,25 +398,25 @@ def test_markers_spelled_in_several_tokens_are_text() -> None:
 @pytest.mark.parametrize("text", ["\ufffd", "\ud800", "\udbff<tool_call>", "a\ud800\udc00b"])
 def test_invalid_text_is_replaced(text: str) -> None:
     """llama.cpp#24327. A lone surrogate is what a marker looks like inside of the parser."""
-    parser = ChatParser(_bound("hermes"), USE, False, "call_{}".format)
+    parser = _parser("hermes")
     assert _feed(parser, text) == (ContentText("".join(c if c < "\ud800" else "\ufffd" for c in text)),)
     assert parser.num_calls == 0
 
 
 def test_string_arguments_stream() -> None:
     """vllm#43267: a file to write arrives while the model writes it, in JSON and between tags."""
-    parser = ChatParser(_bound("hermes"), USE, False, "call_{}".format)
+    parser = _parser("hermes")
     begin = (1002, "<tool_call>"), '{"name": "write", "arguments": {"text": "'
     assert _feed(parser, *begin) == (CallStart(0, "call_0", "write"), CallArguments(0, '{"text": "'))
     assert _feed(parser, "some \\n text") == (CallArguments(0, "some \\n text"),)
 
-    parser = ChatParser(_bound("qwen3-coder"), USE, False, "call_{}".format)
+    parser = _parser("qwen3-coder")
     begin = (1002, "<tool_call>"), "\n<function=write>\n<parameter=text>\nsome"
     assert _feed(parser, *begin) == (CallStart(0, "call_0", "write"), CallArguments(0, '{"text": "some'))
     assert _feed(parser, ' "text"\n</par') == (CallArguments(0, ' \\"text\\"'),)
     assert _feed(parser, "t") == (CallArguments(0, "\\n</part"),)
 
-    parser = ChatParser(_bound("pythonic"), USE, False, "call_{}".format)
+    parser = _parser("pythonic")
     assert _feed(parser, "[write(text='some")[1:] == (CallArguments(0, '{"text": "some'),)
     assert _feed(parser, " text") == (CallArguments(0, " text"),)
 
@@ -393,13 +426,6 @@ def test_json_arguments_keep_their_bytes() -> None:
     arguments = '{ "text" :"\\u00e9\\/é", "count":1.50e+1,\n\t"any": [ ] }'
     events = _parse("hermes", f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>')
     assert CallArguments(0, arguments) in events
-
-
-def test_invalid_json_is_passed_on() -> None:
-    """Broken escapes and values reach the client, which can tell the model."""
-    arguments = r'{"text": "\x \u12 \ud800", "count": five, }'
-    events = _parse("hermes", f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call> ok')
-    assert events[1:] == (CallArguments(0, arguments), CallEnd(0), ContentText(" ok"))
 
 
 PATCH = r'{"input": "a\n\"b\" \u00e9\ud83d\ude00"}'
@@ -418,16 +444,9 @@ PATCH = r'{"input": "a\n\"b\" \u00e9\ud83d\ude00"}'
 def test_custom_tool_input_is_raw_text(name: str, answer: str) -> None:
     expected = (CallStart(0, "call_0", "patch"), CallArguments(0, 'a\n"b" é😀'), CallEnd(0))
     assert _parse(name, answer) == expected
-    parser = ChatParser(bind_format(FORMATS[name], lambda _: None), USE, False, "call_{}".format)
+    parser = _parser(name, is_spelled=True)
     events = [event for char in answer for event in parser.feed(1, char)]
     assert merge_events([*events, *parser.flush(ended_by_model=True)]) == expected
-
-
-def test_custom_tool_arguments_in_another_form_are_the_input() -> None:
-    for arguments, text in [('{"code": 5}', '{"code": 5}'), ("{}", ""), (f'{{"x": "{"a" * 300}"}}', None)]:
-        events = _parse("hermes", f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>')
-        texts = [event.text for event in events if isinstance(event, CallArguments)]
-        assert "".join(texts) == (arguments if text is None else text)
 
 
 def test_call_ids() -> None:
@@ -452,62 +471,18 @@ def test_call_ids() -> None:
         assert ids == expected
 
 
-def test_names_that_are_prefixes_of_others() -> None:
-    answer = "[get(), get_time()]"
-    assert _calls(_parse("pythonic", answer)) == [("get", {}), ("get_time", {})]
-    assert _calls(_parse("mistral-args", "[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]get[ARGS]{}")) == [
-        ("get_time", {}),
-        ("get", {}),
-    ]
-
-
-def test_only_allowed_tools_are_called() -> None:
-    use = ToolUse(USE.tools, allowed=("get",))
-    answer = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-    assert _content(_parse("hermes", answer, use)) == '{"name": "get_time", "arguments": {}}'
-
-
-def test_second_call_of_an_array_that_is_none_is_content() -> None:
-    answer = '[TOOL_CALLS][{"name": "get", "arguments": {}}, {"name": "unknown", "arguments": {}}]'
-    events = _parse("mistral-v3", answer)
-    assert _calls(events) == [("get", {})]
-    assert _content(events) == ', {"name": "unknown", "arguments": {}}]'
-
-
 def test_end_of_the_model_completes_a_call_and_a_limit_does_not() -> None:
     """ollama#18530. A call that lacks only closers counts if the model chose to stop."""
     answer = "<tool_call>\n<function=write>\n<parameter=text>\na\n</parameter>\n"
     for ended_by_model in (False, True):
-        parser = ChatParser(bind_format(FORMATS["qwen3-coder"], lambda _: None), USE, False, "call_{}".format)
+        parser = _parser("qwen3-coder", is_spelled=True)
         events = parser.feed(1, answer) + parser.flush(ended_by_model)
         assert (CallEnd(0) in events) == ended_by_model
         assert parser.num_calls == 1
 
 
-def test_harmony_channels() -> None:
-    answer = (
-        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        "<|end|><|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
-        '{"text": "x"}<|call|>'
-    )
-    events = _parse("gpt-oss", answer)
-    assert _reasoning(events) == "Hm."
-    assert _content(events) == "I look."
-    assert _calls(events) == [("write", {"text": "x"})]
-    events = _parse(
-        "gpt-oss",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
-    )
-    assert events == (ReasoningText("a"), ContentText("b"))
-
-
-def test_spelled_wrapper_of_content_is_dropped_only_around_it() -> None:
-    events = _parse("granite", "<think>a</think>\n<response>In XML: <response>x</response> y</response>\n")
-    assert events == (ReasoningText("a"), ContentText("In XML: <response>x</response> y"))
-
-
 def test_tokens_are_counted_by_region() -> None:
-    parser = ChatParser(_bound("hermes"), USE, True, "call_{}".format)
+    parser = _parser("hermes", start=True)
     _feed(parser, "a", "", "b", (1001, "</think>"), "c", "d", (1002, "<tool_call>"))
     _feed(parser, '{"name": "get", ', '"arguments": {}}', (1003, "</tool_call>"), " e")
     assert (parser.num_reasoning_tokens, parser.num_call_tokens, parser.num_calls) == (4, 4, 1)
@@ -545,19 +520,7 @@ def test_start_in_reasoning_of_spelled_markers(text: str, expected: bool) -> Non
     assert not starts_in_reasoning(bind_format(FORMATS["llama-json"], lambda _: None), [], text)
 
 
-def test_reasoning_that_prompt_and_model_open() -> None:
-    """local-inference-lab/vllm#22. The model opens its reasoning again where the prompt opened it."""
-    events = _parse("hermes", "<think>\n<think>\na\n</think>\nb", start=True)
-    assert events == (ReasoningText("a"), ContentText("b"))
-
-
-def test_spelled_opener_of_reasoning_counts_only_before_content() -> None:
-    bound = bind_format(FORMATS["hermes"], lambda _: None)
-    answer = [(1, "<think>a</think>The tag <think> opens it.")]
-    assert parse_message(bound, USE, answer) == (ReasoningText("a"), ContentText("The tag <think> opens it."))
-
-
 def test_json_answer_that_is_no_call_streams() -> None:
     """Without a marker, the first key that no call has decides."""
-    parser = ChatParser(_bound("llama-json"), USE, False, "call_{}".format)
+    parser = _parser("llama-json")
     assert _feed(parser, '{"city": ', '"Ro') == (ContentText('{"city": "Ro'),)

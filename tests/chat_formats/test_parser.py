@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from foreword.chat_formats.parser import ChatParser, parse_message
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
 from tests.support.budget import examples
 from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
+from tests.support.parsed_answers import collect
 
 NAMES = ("get_weather", "get", "files.read-all")
 KEYS = st.sampled_from(["city", "text", "n", "content_2"])
@@ -167,16 +167,6 @@ def _check_shape(events: Sequence[ChatEvent]) -> None:
                 assert not any("\ud800" <= c < "\ue000" for c in event.text)
 
 
-def _calls(events: Sequence[ChatEvent]) -> list[tuple[str, Any]]:
-    names = [event.name for event in events if isinstance(event, CallStart)]
-    texts = ["" for _ in names]
-    for event in events:
-        if isinstance(event, CallArguments):
-            texts[event.index] += event.text
-    assert len([event for event in events if isinstance(event, CallEnd)]) == len(names)
-    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
-
-
 @WITH_FAMILY
 @settings(max_examples=examples(300))
 @given(reasoning=TEXTS, content=TEXTS, calls=st.one_of(st.just([]), CALLS), sizes=CUTS)
@@ -199,9 +189,9 @@ def test_grouping_and_round_trip(
     use = _use(calls)
     events, _ = _feed(bound, use, tokens)
     _check_shape(events)
-    assert _calls(events) == [(name, dict(arguments)) for name, arguments in calls]
-    assert "".join(event.text for event in events if isinstance(event, ReasoningText)) == reasoning
-    assert "".join(event.text for event in events if isinstance(event, ContentText)) == content
+    parsed = collect(events)
+    assert parsed.json_calls == [(name, dict(arguments)) for name, arguments in calls]
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
 
     pieces, _ = tokens_of(answer, lambda text: _cut(text, sizes))
     assert _feed(bound, use, pieces)[0] == events
@@ -270,7 +260,7 @@ def test_truncation_never_invents_a_call_or_leaks_one(family: Family, as_tokens:
         tokens = [(-1, piece) for piece in _cut("".join(text for _, text in tokens), (1, 3, 2))]
     use = _use(calls)
     whole, _ = _feed(bound, use, tokens)
-    assert _calls(whole) == calls
+    assert collect(whole).json_calls == calls
     for num_tokens in range(len(tokens)):
         events, _ = _feed(bound, use, tokens[:num_tokens], ended_by_model=False)
         _check_shape(events)

@@ -7,10 +7,10 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from foreword.chat_formats.chat_format import bind_format
-from foreword.chat_formats.events import CallArguments, CallStart, ContentText, ReasoningText
 from foreword.chat_formats.hf_response_template import from_response_template
 from foreword.chat_formats.parser import parse_message
 from foreword.chat_formats.tools import Tool, ToolUse
+from tests.support.parsed_answers import collect
 
 THINK = {"open": "<think>", "close": "</think>"}
 WHOLE = {"type": "function", "function": "{content}"}
@@ -103,27 +103,14 @@ def spec(tool_calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def test_parses_as_transformers(template: dict[str, Any], answer: str) -> None:
     fmt = from_response_template(template)
     assert fmt is not None
-    events = parse_message(bind_format(fmt, lambda _: None), TOOLS, answer)
-    ours: dict[str, Any] = {"thinking": "", "content": "", "tool_calls": []}
-    for event in events:
-        match event:
-            case ReasoningText():
-                ours["thinking"] += event.text
-            case ContentText():
-                ours["content"] += event.text
-            case CallStart():
-                ours["tool_calls"].append([event.name, ""])
-            case CallArguments():
-                ours["tool_calls"][event.index][1] += event.text
+    ours = collect(parse_message(bind_format(fmt, lambda _: None), TOOLS, answer))
     theirs = parse_response(answer, template, prefix="")
     calls = theirs["tool_calls"]
     functions = [call["function"] for call in (calls if isinstance(calls, list) else [calls])]
-    assert ours["tool_calls"], events
-    assert [(name, json.loads(text)) for name, text in ours["tool_calls"]] == [
-        (function["name"], function["arguments"]) for function in functions
-    ]
-    for field in ("thinking", "content"):
-        assert ours[field].strip() == (theirs.get(field) or "").strip()
+    assert ours.calls
+    assert ours.json_calls == [(function["name"], function["arguments"]) for function in functions]
+    assert ours.reasoning.strip() == (theirs.get("thinking") or "").strip()
+    assert ours.content.strip() == (theirs.get("content") or "").strip()
 
 
 def test_markers_of_content() -> None:

@@ -19,7 +19,8 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse, Written
 from foreword.errors import InvalidRequest
 from foreword.grammar import tool_calls
 from tests.grammar.test_tool_calls import Case
-from tests.support.tool_walks import calls_of, open_tool_grammars, parse_tools, tool_vocab
+from tests.support.parsed_answers import collect
+from tests.support.tool_walks import open_tool_grammars, parse_tools, tool_vocab
 
 TAGGED = [
     name
@@ -140,7 +141,7 @@ def test_types_of_an_argument_are_read_once_for_all_answers(name: str) -> None:
             answers: list[str] = []
 
             def parse(use: ToolUse = use, answers: list[str] = answers) -> None:
-                answers += [arguments for _, arguments in calls_of(parse_tools(vocab, use, ids))]
+                answers += [arguments for _, arguments in collect(parse_tools(vocab, use, ids)).calls]
 
             counts.append([_count_calls(parse) for _ in range(2)])
             assert [json.loads(answer) for answer in answers] == [{"a": 1}] * 2

@@ -29,11 +29,11 @@ from foreword.grammar.manager import GrammarManager
 from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from tests.support.budget import examples
 from tests.support.grammar_walks import legal_ids
+from tests.support.parsed_answers import collect
 from tests.support.tool_walks import (
     ToolVocab,
     accepts,
     begin_tools,
-    calls_of,
     open_tool_grammars,
     parse_tools,
     tool_vocab,
@@ -123,7 +123,7 @@ def cases() -> Iterator[Cases]:
 
 
 def _check_calls(case: Case, use: ToolUse, answer: list[int]) -> list[tuple[str, str]]:
-    calls = calls_of(parse_tools(case.vocab, use, answer))
+    calls = collect(parse_tools(case.vocab, use, answer)).calls
     for name, arguments in calls:
         tool = use.get(name)
         assert tool is not None
@@ -515,7 +515,7 @@ def test_arguments_that_the_schema_does_not_name(cases: Cases, name: str) -> Non
     assert accepts(texts, {"n": "1"})
     use = ToolUse((Tool("put", parameters=texts),))
     events = parse_tools(case.vocab, use, case.vocab.encode(case.written(WrittenCall("put", {"n": "1"}))))
-    assert [json.loads(arguments) for _, arguments in calls_of(events)] == [{"n": "1"}]
+    assert collect(events).json_calls == [("put", {"n": "1"})]
 
 
 UNIT = {"enum": ["c", "f"]}
@@ -542,7 +542,7 @@ def test_alternatives_of_an_argument(
         for value in values:
             text = case.written(WrittenCall("put", {"x": value}))
             assert case.accepts(case.constraint(use), text) == is_good, text
-            calls = calls_of(parse_tools(case.vocab, use, case.vocab.encode(text)))
+            calls = collect(parse_tools(case.vocab, use, case.vocab.encode(text))).calls
             assert not is_good or json.loads(calls[0][1]) == {"x": value}
 
 
@@ -565,7 +565,7 @@ def test_each_type_of_an_argument_can_be_written(
     for value in values:
         text = case.written(WrittenCall("put", {"x": value}))
         assert case.accepts(case.constraint(ToolUse((tool,), "required")), text), text
-        calls = calls_of(parse_tools(case.vocab, ToolUse((tool,)), case.vocab.encode(text)))
+        calls = collect(parse_tools(case.vocab, ToolUse((tool,)), case.vocab.encode(text))).calls
         assert [json.loads(arguments) for _, arguments in calls] == [{"x": value}]
 
 
@@ -576,7 +576,7 @@ def test_custom_input_that_reads_as_a_number(cases: Cases, name: str) -> None:
     for text in ("1", "null", "[1]", "True"):
         answer = case.written(WrittenCall("run", {"input": text}, "000000001"))
         assert case.accepts(case.constraint(use), answer)
-        assert calls_of(parse_tools(case.vocab, use, case.vocab.encode(answer))) == [("run", text)]
+        assert collect(parse_tools(case.vocab, use, case.vocab.encode(answer))).calls == [("run", text)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-coder", "pythonic"])
@@ -759,7 +759,7 @@ def test_custom_input_follows_its_grammar(cases: Cases, name: str) -> None:
             ToolUse((tool,)),
             case.vocab.encode(case.written(replace(CALL, name="apply_patch", arguments={"input": body}))),
         )
-        assert calls_of(events) == [("apply_patch", body)]
+        assert collect(events).calls == [("apply_patch", body)]
 
 
 @pytest.mark.parametrize(

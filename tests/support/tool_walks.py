@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from foreword.chat_formats.chat_format import BoundFormat, bind_format
-from foreword.chat_formats.events import CallArguments, CallEnd, CallStart, ChatEvent, merge_events
+from foreword.chat_formats.events import ChatEvent, merge_events
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser
 from foreword.chat_formats.tools import ToolUse
@@ -139,15 +139,3 @@ def parse_tools(
         if token_id != vocab.eos:
             events += parser.feed(token_id, decoder.decode(vocab.vocabulary.tokens[token_id]))
     return merge_events([*events, *parser.flush(ended_by_model=True)])
-
-
-def calls_of(events: Sequence[ChatEvent]) -> list[tuple[str, str]]:
-    """Name and arguments of each call, which must be complete."""
-    calls: list[tuple[str, str]] = []
-    for event in events:
-        if isinstance(event, CallStart):
-            calls.append((event.name, ""))
-        elif isinstance(event, CallArguments):
-            calls[-1] = calls[-1][0], calls[-1][1] + event.text
-    assert sum(isinstance(event, CallEnd) for event in events) == len(calls), events
-    return calls

@@ -11,7 +11,7 @@ from foreword.chat_formats.call_grammar import BLANK, GrammarWriter, ToolSchema,
 KEY: Final = "[a-zA-Z_][a-zA-Z0-9_.-]*"
 MAX_ANY_ORDER: Final = 64  # bits of llguidance's parameter; more arguments come in the schema's order
 OBJECT_KEYWORDS: Final = ("type", "properties", "required", "additionalProperties")
-MAX_PATH_CHARS: Final = 1000  # of a place in a schema; a longer one is hashed
+MAX_PATH_CHARS: Final = 1000  # longer paths in a schema are hashed
 
 
 def any_order(

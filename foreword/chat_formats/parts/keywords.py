@@ -47,7 +47,7 @@ class KeywordArguments(FormatPart):
 
     __slots__ = ()
 
-    assign: ClassVar[str]  # between key and value
+    assign: ClassVar[str]  # sign between key and value
     words: ClassVar[tuple[str, str, str]]  # true, false, null
     any_key_regex: ClassVar[str]  # a key of an object that the schema does not name
     scalar: ClassVar[re.Pattern[str]]  # characters of an unquoted value
@@ -215,7 +215,7 @@ def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> W
     tool, num_arguments, is_started = reader.tool, 0, False
     assert tool is not None
     quote = part.string_quote
-    keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
+    keys = list((tool.parameters or {}).get("properties") or ())  # names of arguments by position
     while True:
         char = yield from reader.skip_space()
         is_closed = char == closer or (not char and is_started)

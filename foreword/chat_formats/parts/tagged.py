@@ -45,7 +45,7 @@ from foreword.chat_formats.tools import WrittenCall
 
 LITERAL_TEXTS: Final = {"boolean": "/true|false/", "null": "/null/"}
 STRING_KEYWORDS: Final = frozenset(("const", "enum", "pattern", "minLength", "maxLength"))
-MIN_VISITS: Final = 256  # of alternatives of a tool's arguments; more for a schema of more parts
+MIN_VISITS: Final = 256  # visited alternatives of a tool's arguments; more for a schema of more parts
 # The type of a JSON text by its first character.
 FIRST_TYPES: Final = {
     **dict.fromkeys("-0123456789", "number"),
@@ -356,9 +356,9 @@ class RawValue:
         self._emit = emit
         self._is_first = True
         self._tail = ""  # padding at the end, if the value ends here
-        self._pieces: list[str] = []  # of a value whose type is not certain yet
-        self._num_chars = 0  # of the pieces
-        self._max_chars = 0.0  # of them if the value is not a string
+        self._pieces: list[str] = []  # the value, while its type is not certain
+        self._num_chars = 0  # length of the pieces
+        self._max_chars = 0.0  # their largest length unless the value is a string
         self._is_string = False
 
     def feed(self, text: str) -> None:
