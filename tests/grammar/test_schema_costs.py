@@ -18,9 +18,7 @@ from foreword.chat_formats.parts.tagged import TaggedArguments
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse, WrittenCall
 from foreword.errors import InvalidRequest
 from foreword.grammar import tool_calls
-from tests.grammar.test_tool_calls import Case
-from tests.support.parsed_answers import collect
-from tests.support.tool_walks import open_tool_grammars, parse_tools, tool_vocab
+from tests.support.tool_walks import ToolCases
 
 TAGGED = [
     name
@@ -129,21 +127,19 @@ def test_deep_schema_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["pythonic", "qwen3-coder"])
-def test_types_of_an_argument_are_read_once_for_all_answers(name: str) -> None:
+def test_types_of_an_argument_are_read_once_for_all_answers(cases: ToolCases, name: str) -> None:
     """The parser asks for them on the event loop, while the answer is generated."""
-    vocab = tool_vocab(name, True, False)
-    with open_tool_grammars(vocab) as grammars:
-        case = Case(vocab, grammars)
-        ids = vocab.encode(case.written(WrittenCall("f", {"a": 1})))
-        counts = []
-        for size in (6, 2000):
-            use = ToolUse((Tool("f", parameters=_to_itself(size)),), "required")
-            answers: list[str] = []
+    case = cases.get(name)
+    ids = case.encode(case.written(WrittenCall("f", {"a": 1})))
+    counts = []
+    for size in (6, 2000):
+        use = ToolUse((Tool("f", parameters=_to_itself(size)),), "required")
+        answers: list[str] = []
 
-            def parse(use: ToolUse = use, answers: list[str] = answers) -> None:
-                answers += [arguments for _, arguments in collect(parse_tools(vocab, use, ids)).calls]
+        def parse(use: ToolUse = use, answers: list[str] = answers) -> None:
+            answers += [arguments for _, arguments in case.parse(use, ids).calls]
 
-            counts.append([_count_calls(parse) for _ in range(2)])
-            assert [json.loads(answer) for answer in answers] == [{"a": 1}] * 2
+        counts.append([_count_calls(parse) for _ in range(2)])
+        assert [json.loads(answer) for answer in answers] == [{"a": 1}] * 2
     assert counts[0][1] == counts[1][1]  # from the second answer on
     assert counts[1][0] - counts[0][0] < 10_000
