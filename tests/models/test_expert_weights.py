@@ -1,6 +1,5 @@
 """Experts in every layout of checkpoints: the same weights, one expert at a time, or a clear error."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import check_weights, load_model, read_model_info
 from foreword.weights.file_to_device import DeviceLoader
 from foreword.weights.safetensors_weights import SafetensorsWeights, join_mxfp4
-from tests.support.checkpoints import MOE_FAMILIES, replace_by_mxfp4, write_checkpoint
+from tests.support.checkpoints import MOE_FAMILIES, change_config, replace_by_mxfp4, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import quantize, write_gguf
 
@@ -74,11 +73,6 @@ def to_mxfp4(tensors: Tensors) -> Tensors:
         parts = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
         floats[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
     return floats
-
-
-def set_options(path: Path, **options: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | options))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +129,7 @@ def test_gpt_oss_in_mxfp4_equals_its_floats(tmp_path: Path) -> None:
     floats = to_mxfp4(tensors)
     save_file(tensors, path / "model.safetensors")
     save_file({name: tensor.contiguous() for name, tensor in floats.items()}, plain / "model.safetensors")
-    set_options(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    change_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     ours = ForwardHelper(path)
     assert torch.equal(ours.logits(PROMPT), ForwardHelper(plain).logits(PROMPT))
     assert ours.model.info.parameters == read_model_info(path).parameters == read_model_info(plain).parameters
@@ -146,7 +140,7 @@ def test_memory_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     """Experts stay packed: 4 bits a value and a byte for each 32, in fours."""
     path = write_checkpoint(tmp_path, "gpt_oss", hidden_size=128, intermediate_size=128)
     change(path, replace_by_mxfp4)
-    set_options(path, quantization_config={"quant_method": "mxfp4"})
+    change_config(path, quantization_config={"quant_method": "mxfp4"})
     info = read_model_info(path)
     weights = 2 * 8 * 3 * 128 * 128
     assert (info.packed_parameters, info.packed_bytes) == (weights, weights * 17 // 32)

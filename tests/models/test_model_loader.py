@@ -15,18 +15,12 @@ from foreword.models.architectures import read_decoder
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.weights.config_reader import ConfigReader
-from tests.support.checkpoints import COMMON, FAMILIES, YARN, write_checkpoint
+from tests.support.checkpoints import YARN, change_tensors, write_checkpoint, write_config
 from tests.support.forward_helpers import ForwardHelper
 
 
 def load(path: Path) -> Any:
     return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)
-
-
-def change_tensors(path: Path, change: Any) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
 def shard(path: Path) -> list[Path]:
@@ -152,18 +146,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"experts_per_token": 2}, "experts_per_token"),
     ("gpt_oss", {"rope_parameters": ...}, "rope_scaling"),
     ("granitemoe", {"num_local_experts": 8.0}, "num_local_experts"),
+    *((family, {"sliding_window": 0}, "layer_types") for family in ("olmo3", "exaone4", "gemma3_text")),
 ]
 
 
 @pytest.mark.parametrize("family, overrides, name", REFUSED)
 def test_unsupported_options_are_named(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
-    path = write_checkpoint(tmp_path, family)
-    config = {**json.loads((path / "config.json").read_text()), **overrides}
-    (path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not ...})
-    )
+    write_config(tmp_path, family, **overrides)
     with pytest.raises(CheckpointError, match=f"`{name}`"):
-        read_model_info(path)
+        read_model_info(tmp_path)
 
 
 def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
@@ -174,40 +165,26 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         "novelty": None,
         "initializer_range": 0.02,
     }
-    assert read_model_info(write_checkpoint(tmp_path, **extra)).parameters > 0
-
-
-def test_unknown_architecture_lists_known_ones(tmp_path: Path):
-    path = write_checkpoint(tmp_path)
-    (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
-    with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
-        read_model_info(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "novel"}))
-    with pytest.raises(CheckpointError, match=r"'novel' is not supported; known: ernie4_5, .*llama"):
-        read_model_info(path)
+    write_config(tmp_path, **extra)
+    assert read_model_info(tmp_path).parameters > 0
 
 
 @pytest.mark.parametrize(
-    ("model_type", "feature"),
+    ("text", "message"),
     [
-        ("deepseek_v3", "multi-head latent attention"),
-        ("qwen3_5_moe", "recurrent layers"),
-        ("gemma4_text", "Gemma 4"),
-        ("eagle", "trained heads"),
+        ("{", "is not JSON"),
+        ("[]", "JSON object"),
+        ("{}", "`model_type`"),
+        (None, "no config.json"),
+        ('{"model_type": ["llama"]}', r"model_type \['llama'\] is not supported"),
+        ('{"model_type": "novel"}', "'novel' is not supported; known: ernie4_5, .*llama"),
+        ('{"model_type": "deepseek_v3"}', r"not supported \(it needs multi-head latent attention"),
+        ('{"model_type": "qwen3_5_moe"}', r"not supported \(it needs recurrent layers"),
+        ('{"model_type": "gemma4_text"}', r"not supported \(it needs Gemma 4"),
+        ('{"model_type": "eagle"}', r"not supported \(it needs trained heads"),
     ],
 )
-def test_missing_feature_is_named(model_type: str, feature: str, tmp_path: Path):
-    path = write_checkpoint(tmp_path)
-    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \(it needs {feature}"):
-        read_model_info(path)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")],
-)
-def test_broken_config_is_refused(text: str | None, message: str, tmp_path: Path):
+def test_broken_and_unknown_configs_are_refused(text: str | None, message: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -235,49 +212,31 @@ def test_truncated_file_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_missing_tensor_is_named(tmp_path: Path):
-    change_tensors(
-        write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")
-    )
-    with pytest.raises(
-        CheckpointError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` \[96, 64\] is missing"
-    ):
-        load(tmp_path)
-
-
-def test_unexpected_tensor_is_named(tmp_path: Path):
-    change_tensors(
-        write_checkpoint(tmp_path),
-        lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
-    )
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.sinks"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"mlp\.up_proj\.weight` \[96, 64\] is missing"),
+        (
+            "model.layers.0.self_attn.sinks",
+            torch.ones(4),
+            r"unexpected tensors: model\.layers\.0\.self_attn\.sinks",
+        ),
+        ("model.norm.weight", torch.ones(65), r"`model\.norm\.weight` is \[65\], the config says \[64\]"),
+        ("model.norm.weight", torch.ones(64, dtype=torch.int8), r"`model\.norm\.weight` is of type I8"),
+    ],
+)
+def test_wrong_tensors_are_named(name: str, value: torch.Tensor | None, message: str, tmp_path: Path):
+    change_tensors(write_checkpoint(tmp_path), **{name: value})
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
 def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path):
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-
-    change_tensors(write_checkpoint(tmp_path, tie_word_embeddings=True), change)
+    path = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": head}
+    change_tensors(path, **extra)
     assert load(tmp_path).info == read_model_info(tmp_path)
-
-
-def test_wrong_shape_is_named(tmp_path: Path):
-    change_tensors(
-        write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)})
-    )
-    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is \[65\], the config says \[64\]"):
-        load(tmp_path)
-
-
-def test_wrong_type_is_named(tmp_path: Path):
-    change_tensors(
-        write_checkpoint(tmp_path),
-        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-    )
-    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is of type I8"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
@@ -320,30 +279,15 @@ def test_files_without_an_index_are_found(tmp_path: Path, names: tuple[str, ...]
             load(path)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mistral",
-        "qwen2",
-        "phi3",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "smollm3",
-        "ministral3",
-        "gemma2",
-        "gpt_oss",
-    ],
+WINDOWED = (
+    *("mistral", "qwen2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "ministral3", "gemma2"),
+    "gpt_oss",
 )
-def test_window_of_0_is_none(family: str):
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_window_of_0_is_none(family: str, tmp_path: Path):
     """Transformers 5 writes it for Qwen2-MoE with windows off."""
-    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
-    _, config = read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))
+    values = write_config(tmp_path, family, sliding_window=0)
+    _, config = read_decoder(ConfigReader(values, family))
     assert [layer_type.window for layer_type in config.layer_types] == [None] * len(config.layer_types)
-
-
-@pytest.mark.parametrize("family", ["olmo3", "exaone4", "gemma3_text"])
-def test_sliding_layers_need_a_window(family: str):
-    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="layer_types"):
-        read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))

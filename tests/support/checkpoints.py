@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -170,15 +170,41 @@ def write_checkpoint(
     path: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any
 ) -> Path:
     """A checkpoint directory with options of config.json overridden (... removes one, None writes null)."""
-    path.mkdir(parents=True, exist_ok=True)
-    config = {**COMMON, **FAMILIES[family], "torch_dtype": dtype, **overrides}
-    config = {key: value for key, value in config.items() if value is not ...}
-    config |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
-    write_json(path / "config.json", config)
+    config = write_config(path, family, dtype, **overrides)
     tensors = {name: value.to(getattr(torch, dtype)) for name, value in random_weights(config, seed).items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(path)
     return path
+
+
+def write_config(
+    path: Path, family: str = "llama", dtype: str = "float32", **overrides: Any
+) -> dict[str, Any]:
+    """The config.json of write_checkpoint() alone; returns its values."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {**COMMON, **FAMILIES[family], "torch_dtype": dtype, **overrides}
+    config |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    config = {key: value for key, value in config.items() if value is not ...}
+    write_json(path / "config.json", config)
+    return config
+
+
+def change_config(path: Path, **options: Any) -> None:
+    """Change options of config.json; ... removes one."""
+    config = json.loads((path / "config.json").read_text()) | options
+    write_json(path / "config.json", {key: value for key, value in config.items() if value is not ...})
+
+
+def change_tensors(path: Path, **tensors: Any) -> None:
+    """Replace tensors by name, with a tensor or a function of the old one; None removes one."""
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    for name, value in tensors.items():
+        if value is None:
+            del stored[name]
+        else:
+            stored[name] = value(stored[name].clone()) if callable(value) else value
+    save_file(stored, file, metadata={"format": "pt"})
 
 
 def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:

@@ -5,7 +5,6 @@ Values are packed field by field in numpy, from the formats' descriptions; nothi
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import write_json
+from tests.support.checkpoints import change_config
 
 GROUP = 32
 BLOCK = (48, 128)  # rows and columns of an FP8 block: the last ones of most matrices are cut off
@@ -300,21 +299,3 @@ def _copy(source: Path, path: Path, tensors: Tensors, kind: str) -> None:
     shutil.copytree(source, path)
     (path / "model.safetensors").unlink()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt", "kind": kind})
-
-
-def change_config(path: Path, **options: Any) -> None:
-    """Change options of config.json; ... removes one."""
-    config = json.loads((path / "config.json").read_text()) | options
-    write_json(path / "config.json", {key: value for key, value in config.items() if value is not ...})
-
-
-def change_tensors(path: Path, **tensors: Any) -> None:
-    """Replace tensors by name, with a tensor or a function of the old one; None removes one."""
-    file = path / "model.safetensors"
-    stored = load_file(file)
-    for name, value in tensors.items():
-        if value is None:
-            del stored[name]
-        else:
-            stored[name] = value(stored[name].clone()) if callable(value) else value
-    save_file(stored, file, metadata={"format": "pt"})

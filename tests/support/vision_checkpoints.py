@@ -87,20 +87,34 @@ def write_vision_checkpoint(
     text       another family of the decoder
     overrides  also of single options in `text_config` and `vision_config`
     """
-    path.mkdir(parents=True, exist_ok=True)
     spec = VISION_FAMILIES[family]
     spec = spec if text is None else replace(spec, text=text)
-    config = _make_config(spec, dtype, **overrides)
-    is_flat = spec.is_flat and layout == "old"
-    write_json(path / "config.json", _flatten(config) if is_flat else _without_dots(config))
+    config = _write_configs(path, spec, dtype, layout, **overrides)
     prefixes = {} if layout == "old" and spec.has_old_names else spec.prefixes
     weights = _random_vision_weights(spec, config, seed)
     tensors = {_rename(name, prefixes): value.to(getattr(torch, dtype)) for name, value in weights.items()}
     save_file(tensors, path / "model.safetensors")
-    write_json(path / "preprocessor_config.json", spec.preprocessor(config))
-    write_json(path / "processor_config.json", spec.processor(config))
     write_tokenizer(path, spec.special_tokens, IMAGE_CHAT_TEMPLATE.replace("IMAGE", spec.image_text))
     return path
+
+
+def write_vision_config(path: Path, family: str = "llava", **overrides: Any) -> Path:
+    """config.json and the preprocessor's config of write_vision_checkpoint() alone, in the new layout."""
+    _write_configs(path, VISION_FAMILIES[family], "float32", "new", **overrides)
+    return path
+
+
+def _write_configs(
+    path: Path, spec: VisionFamily, dtype: str, layout: str, **overrides: Any
+) -> dict[str, Any]:
+    """Returns config.json as of _make_config()."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = _make_config(spec, dtype, **overrides)
+    is_flat = spec.is_flat and layout == "old"
+    write_json(path / "config.json", _flatten(config) if is_flat else _without_dots(config))
+    write_json(path / "preprocessor_config.json", spec.preprocessor(config))
+    write_json(path / "processor_config.json", spec.processor(config))
+    return config
 
 
 def _make_config(spec: VisionFamily, dtype: str, **overrides: Any) -> dict[str, Any]:

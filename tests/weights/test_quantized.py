@@ -25,16 +25,10 @@ from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.file_to_device import DeviceLoader
 from foreword.weights.quantized.quantization_config import read_quantization
 from foreword.weights.quantized.quantized_weights import QuantizedWeights
-from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, change_config, change_tensors, write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.quantized_checkpoints import (
-    FORMATS,
-    change_config,
-    change_tensors,
-    compressed,
-    write_quantized,
-)
+from tests.support.quantized_checkpoints import FORMATS, compressed, write_quantized
 
 WIDE: dict[str, Any] = {"intermediate_size": 320}  # several blocks of FP8
 SHAPES: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_intermediate_size": 160}}

@@ -95,15 +95,17 @@ def source(
 
 
 def sources_of_an_engine(capability: int, stored: str, dim: int, dtype: str = "bf16") -> list[KernelSource]:
-    """All kernels that an engine launches for full attention: every tile shape, with and without splits."""
+    """Kernels that an engine launches for full attention: every tile shape, with and without splits.
+
+    All of them in the ordinary types; else each tile shape and each mode once.
+    """
     with gpu(capability) as device:
         tile = attention.tile_shape(device, DTYPES[dtype], dim)
-    all_columns = sorted({tile.min_columns, tile.max_columns})
-    return [
-        source(capability, columns, stored, dim, whole, dtype)
-        for columns in all_columns
-        for whole in (False, True)
-    ]
+    columns = sorted({tile.min_columns, tile.max_columns})
+    kernels = [(count, whole) for count in columns for whole in (False, True)]
+    if (stored, dim, dtype) != ("bf16", 128, "bf16"):
+        kernels = [kernels[0], kernels[-1]]
+    return [source(capability, count, stored, dim, whole, dtype) for count, whole in kernels]
 
 
 def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:

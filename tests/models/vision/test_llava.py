@@ -14,12 +14,17 @@ import transformers
 
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import supported_isas
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.model_loader import read_model_info
-from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.checkpoints import VOCAB_SIZE, write_json
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN_ID,
+    random_image,
+    write_vision_checkpoint,
+    write_vision_config,
+)
 from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FULL = {"vision_feature_select_strategy": "full"}
@@ -76,7 +81,7 @@ def test_output_depends_on_the_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", [None, *supported_isas()])
+@pytest.mark.parametrize("isa", [None, *isas_under_test()])
 def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, dtype=dtype)
     check_chunked_prefill(
@@ -87,7 +92,7 @@ def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_pa
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
 )
-@pytest.mark.parametrize("isa", [None, *supported_isas()])
+@pytest.mark.parametrize("isa", [None, *isas_under_test()])
 def test_vision_encoder_is_never_quantized(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
     """Features are the same for any precision of the decoder."""
     path = write_vision_checkpoint(tmp_path)
@@ -98,7 +103,7 @@ def test_vision_encoder_is_never_quantized(isa: str | None, options: dict[str, s
     assert (features - expected).norm() < (0.02 if "dtype" in options else 1e-4) * expected.norm()
 
 
-@pytest.mark.parametrize("isa", [None, *supported_isas()])
+@pytest.mark.parametrize("isa", [None, *isas_under_test()])
 def test_features_depend_on_the_image_alone(isa: str | None, tmp_path: Path) -> None:
     """Also with interleaved pieces of two images, and on other threads."""
     path = write_vision_checkpoint(tmp_path, "llava_next")
@@ -238,8 +243,8 @@ def test_config_as_on_the_hub(
     tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]
 ) -> None:
     """It has only the differences from the defaults of transformers."""
-    write_vision_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_vision_config(tmp_path)
+    write_json(tmp_path / "config.json", config)
     with torch.device("meta"):
         theirs = transformers.AutoModelForImageTextToText.from_config(
             transformers.AutoConfig.from_pretrained(tmp_path)
@@ -294,17 +299,16 @@ def test_config_as_on_the_hub(
     ],
 )
 def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
-    write_vision_checkpoint(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((write_vision_config(tmp_path) / "config.json").read_text(encoding="utf-8"))
     for key, value in overrides.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(tmp_path / "config.json", config)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_model_info(tmp_path)
 
 
 def test_missing_preprocessor_is_named(tmp_path: Path) -> None:
-    write_vision_checkpoint(tmp_path)
+    write_vision_config(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=re.escape("lacks preprocessor_config.json")):
         read_model_info(tmp_path)

@@ -15,7 +15,7 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.models.rope_options import read_rope
 from foreword.weights.config_reader import ConfigReader
-from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import write_vision_checkpoint, write_vision_config
 
 TOKENS = {
     "vision_start_token_id": 151652,
@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_options_are_refused(case: str, tmp_path: Path):
     family, overrides, message = REFUSED[case]
-    path = write_vision_checkpoint(tmp_path, family, layout="new")
+    path = write_vision_config(tmp_path, family)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     for key, value in overrides.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
