@@ -19,7 +19,8 @@ from benchmarks.fuzz_targets import FuzzTarget
 from foreword.errors import CheckpointError, InvalidRequest, Overloaded
 from foreword.multimodal.decode import ImageError, decode
 from foreword.multimodal.decode_pool import ImageDecodePool
-from foreword.multimodal.fetch import Fetcher, ImageSource
+from foreword.multimodal.fetch import Fetcher
+from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 from foreword.multimodal.llava_processor import LlavaNextProcessor
 from foreword.multimodal.preprocessor_config import VisionTowerInfo

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from foreword.utils.version import __version__
 
 if TYPE_CHECKING:
+    from foreword.chat_formats.events import ToolCall
     from foreword.chat_formats.tools import ReasoningOptions
     from foreword.config.lora import LoRARequest
     from foreword.core.outputs import Draft
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured_output import StructuredOutput
     from foreword.llm import LLM
-    from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, ToolCall
+    from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from foreword.speculation.drafter import Drafter, DrafterContext, RequestView
 
 __all__ = [
@@ -52,7 +53,7 @@ _LAZY_EXPORTS = {
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
     "StructuredOutput": "foreword.core.structured_output",
-    "ToolCall": "foreword.outputs",
+    "ToolCall": "foreword.chat_formats.events",
 }
 
 

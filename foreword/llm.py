@@ -11,29 +11,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
-import threading
 import time
-import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.progress import Progress
 
-from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
-from foreword.chat_formats.parser import ChatParser
-from foreword.chat_formats.tool_validation import check_tools, parse_choice
-from foreword.chat_formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
+from foreword.chat_formats.events import AnswerContent, ChatEvent
+from foreword.chat_formats.tool_validation import read_tools
+from foreword.chat_formats.tools import DEFAULT_REASONING, ReasoningOptions
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.foreign_flags import translate_keywords
-from foreword.config.lora import AdapterInfo, LoRARequest
+from foreword.config.lora import LoRARequest
 from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
@@ -43,25 +36,29 @@ from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.engine_client.local import LocalClient
-from foreword.errors import AdapterConflict, InvalidRequest
+from foreword.engine_client.local_adapters import LocalAdapters, LoraInput
+from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker
-from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece, ToolCall
+from foreword.multimodal.image_source import ImageSource, read_image
+from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
 from foreword.planning.resolve import EngineInfo
-from foreword.tokenizer.input_processor import (
+from foreword.tokenizer.chat_processor import (
     ChatInputProcessor,
+    ChatPlan,
+    ChatTask,
+    Parsing,
+    open_image_loader,
+)
+from foreword.tokenizer.input_processor import (
     SamplingDefaults,
     check_input,
     has_seed,
-    image_source,
     make_embedding_requests,
     make_requests,
-    open_image_loader,
 )
-from foreword.tokenizer.messages import ImagePart
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.utils.interrupt import defer_interrupt
 
 MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
@@ -71,15 +68,6 @@ logger = logging.getLogger("foreword")
 PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 EmbedInput = str | Sequence[int]
-LoraInput = str | LoRARequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    """How an answer is constrained and parsed."""
-
-    tools: ToolUse
-    reasoning: ReasoningOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +75,9 @@ class _Prompt:
     """A tokenized prompt."""
 
     text: str | None  # None if the prompt was token ids
-    token_ids: list[int]  # with one placeholder per image
-    image_parts: Sequence[ImagePart] = ()
-    chat: _Chat | None = None
+    token_ids: Sequence[int]  # with one placeholder per image
+    images: Sequence[ImageSource] = ()
+    task: ChatTask | None = None  # of a conversation
 
 
 @dataclass(slots=True)
@@ -98,10 +86,7 @@ class _PromptRequests:
 
     text: str | None
     requests: list[Request]
-    make_parser: Callable[[], ChatParser] | None = None  # of chat; None: all text is content
-
-    def make_output(self, tokenizer: Tokenizer, request: Request) -> ChoiceOutput:
-        return ChoiceOutput(tokenizer, request, self.make_parser() if self.make_parser else None)
+    parsing: Parsing | None  # None: all text is content
 
 
 class LLM:
@@ -143,7 +128,7 @@ class LLM:
         self._pooling_config = read_decoder_pooling_config(prepared.path)
         is_multimodal = self.info.image_token_id is not None
         self._recorder = MetricsRecorder(self.info.resolved.drafters, multimodal=is_multimodal)
-        self._chat_input = ChatInputProcessor(
+        self._chat_processor = ChatInputProcessor(
             self.tokenizer, prepared.processor, config.max_images, config.tool_format
         )
         self._grammar_checker = GrammarChecker(self.tokenizer.vocabulary)
@@ -154,10 +139,7 @@ class LLM:
             weakref.finalize(self, self._image_loader.close)
         self._request_counter = itertools.count()
         self._event_queues: dict[str, deque[Event]] = {}
-        # By name, or by path; the last was used most recently
-        self._adapters: dict[str, AdapterInfo] = {
-            module.name: info for module, info in zip(config.adapters, self.info.adapters, strict=True)
-        }
+        self._adapters = LocalAdapters(self._client, [module.name for module in config.adapters])
         self.load_seconds = time.perf_counter() - started
         for warning in self.info.warnings:
             logger.warning("%s", warning)
@@ -217,10 +199,12 @@ class LLM:
         """
         is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if is_one else messages
-        chat = _Chat(_read_tool_use(tools, tool_choice, parallel_tool_calls), reasoning)
+        use = read_tools(tools, tool_choice, parallel_tool_calls)
         parsed = [
-            self._render_chat(conversation, chat, self._is_seeded(params, index))
-            for index, conversation in enumerate(conversations)
+            self._render_chat(
+                ChatTask(conversation, tools=use, reasoning=reasoning), self._is_seeded(params, i)
+            )
+            for i, conversation in enumerate(conversations)
         ]
         return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
 
@@ -240,15 +224,13 @@ class LLM:
         if isinstance(prompt, str | Mapping):
             parsed = self._parse_prompt(prompt)
         else:
-            use = _read_tool_use(tools, "auto", True)
-            parsed = self._render_chat(
-                prompt, _Chat(use, ReasoningOptions()) if tools else None, self._is_seeded(params, 0)
-            )
+            task = ChatTask(prompt, tools=read_tools(tools), separate_reasoning=bool(tools))
+            parsed = self._render_chat(task, self._is_seeded(params, 0))
         (built,) = self._build_all_requests([parsed], params, lora_request)
         if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         (request,) = built.requests
-        for _, delta in self._run([built.make_output(self.tokenizer, request)]):
+        for _, delta in self._run(self._make_outputs(built)):
             yield from _stream_pieces(delta) if tools else map(_stream_piece, delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
@@ -319,22 +301,11 @@ class LLM:
         chosen: Any = [params] if is_single else params[index : index + 1]  # type: ignore[index]
         return any(has_seed(each and each.seed, self.config.seed) for each in chosen)
 
-    def _render_chat(
-        self, messages: Sequence[Message], chat: _Chat | None = None, is_seeded: bool = False
-    ) -> _Prompt:
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidRequest(f"{MESSAGES_HELP}, got {messages!r:.80}", "messages")
-        text_messages, parts = self._chat_input.split_images(messages, local=True)
-        tools = self._chat_input.described_tools(chat.tools) if chat is not None else ()
-        ids = self._chat_input.render_ids(
-            text_messages,
-            {},
-            len(parts),
-            tools=tools,
-            reasoning=chat.reasoning if chat is not None else None,
-            is_seeded=is_seeded,
-        )
-        return _Prompt(self.tokenizer.decode(ids, skip_special_tokens=False), ids, parts, chat)
+    def _render_chat(self, task: ChatTask, is_seeded: bool) -> _Prompt:
+        if not all(isinstance(message, Mapping) for message in task.messages):
+            raise InvalidRequest(f"{MESSAGES_HELP}, got {task.messages!r:.80}", "messages")
+        ids, images = self._chat_processor.render(task, is_seeded=is_seeded, allow_local=True)
+        return _Prompt(self.tokenizer.decode(ids, skip_special_tokens=False), ids, images, task)
 
     def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
@@ -347,11 +318,10 @@ class LLM:
         else:
             raise InvalidRequest(f"{PROMPT_HELP}, got {prompt!r:.80}", "prompt")
         images = prompt.get("images") or ()
-        parts = [ImagePart(f"images[{index}]", image=image) for index, image in enumerate(images)]
-        self._chat_input.check_num_images(len(parts), "images")
-        if parts:
-            ids = self._chat_input.check_placeholders(ids, len(parts), "prompt")
-        return _Prompt(text, ids, parts)
+        self._chat_processor.check_num_images(len(images), "images")
+        if images:
+            ids = self._chat_processor.check_placeholders(ids, len(images), "prompt")
+        return _Prompt(text, ids, [read_image(image, f"images[{i}]") for i, image in enumerate(images)])
 
     def _build_all_requests(
         self,
@@ -371,97 +341,42 @@ class LLM:
         if len(adapters) != len(prompts):
             problem = f"{len(prompts)} prompts, but {len(adapters)} of lora_request"
             raise InvalidRequest(problem, "lora_request")
-        digests = self._load_adapters(adapters)
+        digests = self._adapters.load(adapters)
         return [self._build_requests(*each) for each in zip(prompts, params_list, digests, strict=True)]
 
-    def _load_adapters(self, adapters: Sequence[LoraInput | None]) -> list[str]:
-        """Digests, empty for the base. Those of one call are in memory together."""
-        needed: list[str] = []
-        for adapter in adapters:
-            digest = "" if adapter is None else self._load_adapter(adapter, needed)
-            needed.append(digest)
-        return needed
-
-    def _load_adapter(self, adapter: LoraInput, needed: Sequence[str]) -> str:
-        request = LoRARequest(adapter) if isinstance(adapter, str) else adapter
-        key = request.lora_path or request.lora_name
-        if key not in self._adapters and not request.lora_path:
-            names = ", ".join(sorted(self._adapters)) or "none"
-            raise InvalidRequest(
-                f"no adapter is named {key!r:.200}; loaded: {names}; lora_path loads another", "lora_request"
-            )
-        info = self._adapters.pop(key, None)
-        while info is None:
-            try:
-                info = self._client.load_adapter(request.lora_path)
-            except AdapterConflict:
-                self._evict_adapter(needed)
-        self._adapters[key] = info  # last: used most recently
-        return info.digest
-
-    def _evict_adapter(self, needed: Sequence[str]) -> None:
-        """Unload the adapter of a path that was not used for longest. Raises AdapterConflict."""
-        pinned = {*needed, *(info.digest for info in self.info.adapters)}
-        for oldest in self._adapters.values():
-            if oldest.digest not in pinned:
-                self._client.unload_adapter(oldest.digest)
-                self._adapters = {  # also its other paths
-                    key: info for key, info in self._adapters.items() if info.digest != oldest.digest
-                }
-                return
-        limit = self.info.resolved.max_loras
-        raise AdapterConflict(f"more adapters are needed at a time than --max-loras {limit}", "lora_request")
-
-    def _build_requests(self, parsed: _Prompt, params: SamplingParams, adapter: str = "") -> _PromptRequests:
+    def _build_requests(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> _PromptRequests:
         self.info.resolved.check_method(params.speculation.method)
-        make_parser = None
-        if parsed.chat is not None and self._chat_input.format is not None:
-            params, make_parser = self._plan_chat(parsed.chat, parsed.token_ids, params)
-        if params.structured is not None:
-            self._grammar_checker.check_sync(params.structured)
-        sources = [image_source(part) for part in parsed.image_parts]
-        images = self._image_loader.load(sources) if self._image_loader and sources else ()
-        prompt = self._chat_input.insert_images(parsed.token_ids, images)
+        plan = ChatPlan(params)
+        if prompt.task is not None:
+            plan = self._chat_processor.plan(replace(prompt.task, params=params), prompt.token_ids)
+        for text in plan.dropped:
+            logger.warning("not enforced: %s", text)
+        if plan.params.structured is not None:
+            self._grammar_checker.check_sync(plan.params.structured)
+        images = self._image_loader.load(prompt.images) if self._image_loader and prompt.images else ()
+        expanded = self._chat_processor.insert_images(prompt.token_ids, images)
         requests = make_requests(
-            prompt.token_ids,
-            params,
+            expanded.token_ids,
+            plan.params,
             self.tokenizer,
             f"req-{next(self._request_counter)}",
             self.info.resolved.max_model_len,
             self._sampling_defaults,
             vocab_size=self.info.vocab_size,
-            images=prompt.images,
-            image_token_id=self._chat_input.placeholder_id,
+            images=expanded.images,
+            image_token_id=self._chat_processor.placeholder_id,
             adapter=adapter,
         )
-        return _PromptRequests(parsed.text, requests, make_parser)
+        return _PromptRequests(prompt.text, requests, plan.parsing)
 
-    def _plan_chat(
-        self, chat: _Chat, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> tuple[SamplingParams, Callable[[], ChatParser]]:
-        """The parameters with the constraint on calls and reasoning, and the parser of an answer."""
-        bound = self._chat_input.format
-        assert bound is not None, "the model's format is not known"
-        starts_in_reasoning = self._chat_input.starts_in_reasoning(prompt_ids)
-        drops_space = may_follow_space(params.structured)
-        if params.structured is None or params.structured.after is None:
-            constraint = tool_constraint(
-                bound, chat.tools, chat.reasoning, starts_in_reasoning, params.structured
-            )
-            for text in constraint.dropped:
-                logger.warning("not enforced: %s", text)
-            params = replace(params, structured=constraint.structured)
-        elif chat.tools.callable_tools:
-            raise InvalidRequest(
-                "structured.after cannot be used with tools that may be called", "structured"
-            )
-        make_parser = partial(ChatParser, bound, chat.tools, starts_in_reasoning, _new_call_id, drops_space)
-        return params, make_parser
+    def _make_outputs(self, prompt: _PromptRequests) -> list[ChoiceOutput]:
+        return [
+            ChoiceOutput(self.tokenizer, request, self._chat_processor.make_parser(prompt.parsing))
+            for request in prompt.requests
+        ]
 
     def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
-        outputs = [
-            prompt.make_output(self.tokenizer, request) for prompt in prompts for request in prompt.requests
-        ]
+        outputs = [output for prompt in prompts for output in self._make_outputs(prompt)]
         answers: dict[str, ChoiceOutput] = {}
         hashes: dict[str, list[int]] = {output.request.id: [] for output in outputs}
         with Progress(disable=not progress, transient=True) as bar:
@@ -502,7 +417,7 @@ class LLM:
             ids,
             pooling or self._pooling_config.pooling,
             f"embd-{next(self._request_counter)}",
-            image_token_id=self._chat_input.placeholder_id,
+            image_token_id=self._chat_processor.placeholder_id,
         )
         vectors: dict[str, bytes] = {}
         try:
@@ -544,7 +459,7 @@ class LLM:
                 self._event_queues.pop(request_id, None)
 
     def _step(self) -> None:
-        with _defer_interrupt():
+        with defer_interrupt():
             report = self._client.step()
             self.stats = report.stats
             self._recorder.on_step(report.stats)
@@ -569,8 +484,7 @@ class LLM:
                 self._client.finish(request.id, answer.num_tokens)
             if answer.finished:
                 self._recorder.on_parsed(answer.parser)
-                if answer.parser is not None:
-                    self._chat_input.remember(request, answer.token_ids, answer.events)
+                self._chat_processor.remember(answer)
                 del live[request.id], self._event_queues[request.id]
             yield answer, delta
 
@@ -594,9 +508,10 @@ class LLM:
     def _make_choice(self, index: int, answer: ChoiceOutput, hashes: Sequence[int]) -> CompletionOutput:
         assert answer.finish_reason is not None
         has_logprobs = answer.request.params.logprobs is not None
+        content = AnswerContent.from_events(answer.events)
         return CompletionOutput(
             index=index,
-            text=answer.text,
+            text=content.text,
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
@@ -604,61 +519,9 @@ class LLM:
             seed=answer.request.seed,
             metrics=self._recorder.answer_metrics(answer.request.id),
             logits_hashes=tuple(hashes),
-            reasoning="".join(event.text for event in answer.events if isinstance(event, ReasoningText)),
-            tool_calls=_read_calls(answer.events),
+            reasoning=content.reasoning,
+            tool_calls=content.calls,
         )
-
-
-@contextmanager
-def _defer_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end: a step that it cuts short would leave the engine's state inconsistent.
-
-    The second Ctrl-C is not delayed: own drafters may hang.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    frames: list[FrameType | None] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if frames:
-            handler(number, frame)
-        frames.append(frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if frames:
-        handler(signal.SIGINT, frames[0])
-
-
-def _read_tool(index: int, tool: Mapping[str, Any]) -> tuple[str, Tool]:
-    """A tool of OpenAI's chat and its field. Raises InvalidRequest."""
-    field = f"tools[{index}].function"
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{field} must be an object with a name, got {function!r:.80}", field)
-    parameters = function.get("parameters") or None
-    if parameters is not None and not isinstance(parameters, Mapping):
-        name = f"{field}.parameters"
-        raise InvalidRequest(f"{name} must be a JSON schema, got {parameters!r:.80}", name)
-    description = str(function.get("description") or "")
-    return field, Tool(function["name"], description, parameters, bool(function.get("strict")))
-
-
-def _read_tool_use(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel: bool
-) -> ToolUse:
-    choice, allowed = parse_choice(tool_choice, "tool_choice")
-    return check_tools(list(map(_read_tool, range(len(tools)), tools)), choice, allowed, parallel)
-
-
-def _new_call_id(index: int) -> str:
-    """Calls of other answers stand in the same conversation."""
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _stream_piece(piece: TokenPiece, event: ChatEvent | None = None) -> StreamPiece:
@@ -671,15 +534,6 @@ def _stream_pieces(delta: OutputDelta) -> Iterator[StreamPiece]:
     for event, pieces in delta.pieces_by_event():
         for piece in pieces or (TokenPiece(""),):
             yield _stream_piece(piece, event)
-
-
-def _read_calls(events: Sequence[ChatEvent]) -> tuple[ToolCall, ...]:
-    texts: dict[int, str] = {event.index: event.text for event in events if isinstance(event, CallArguments)}
-    return tuple(
-        ToolCall(event.id, event.name, texts.get(event.index, ""))
-        for event in events
-        if isinstance(event, CallStart)
-    )
 
 
 def _embedding_vector(event: Event) -> bytes:

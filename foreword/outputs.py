@@ -5,18 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from foreword.chat_formats.events import ChatEvent
+from foreword.chat_formats.events import ChatEvent, ToolCall
 from foreword.core.outputs import TokenLogprob
 from foreword.metrics.request_stats import AnswerMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool, as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str  # JSON of an object, cut off if the answer ended within it
 
 
 @dataclass(frozen=True, slots=True)

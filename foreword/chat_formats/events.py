@@ -47,6 +47,47 @@ class CallEnd:
 ChatEvent = ReasoningText | ContentText | CallStart | CallArguments | CallEnd
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str  # JSON of an object, cut off if the answer ended within it; or the input of a custom tool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContent:
+    """The texts and calls of an answer, joined from its events."""
+
+    text: str = ""  # the content, which the user reads
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    is_complete: bool = True  # no call is cut off
+
+    @classmethod
+    def from_events(cls, events: Iterable[ChatEvent]) -> AnswerContent:
+        texts: dict[type[ChatEvent], list[str]] = {ContentText: [], ReasoningText: []}
+        calls: list[tuple[CallStart, list[str]]] = []
+        num_ends = 0
+        for event in events:
+            match event:
+                case CallStart():
+                    calls.append((event, []))
+                case CallArguments(index, text):
+                    calls[index][1].append(text)
+                case CallEnd():
+                    num_ends += 1
+                case _:
+                    texts[type(event)].append(event.text)
+        return cls(
+            "".join(texts[ContentText]),
+            "".join(texts[ReasoningText]),
+            tuple(ToolCall(call.id, call.name, "".join(parts)) for call, parts in calls),
+            num_ends == len(calls),
+        )
+
+
 def merge_events(events: Iterable[ChatEvent]) -> tuple[ChatEvent, ...]:
     """Events with neighbouring texts of one kind joined. Linear in the length of the texts."""
     runs: list[list[ChatEvent]] = []

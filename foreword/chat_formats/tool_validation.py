@@ -67,6 +67,28 @@ def check_tools(
     return ToolUse(tuple(named), choice, tuple(allowed), parallel)
 
 
+def read_tools(
+    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any] = "auto", parallel: bool = True
+) -> ToolUse:
+    """The tools of a Python caller, in the form of OpenAI's chat. Raises InvalidRequest."""
+    choice, allowed = parse_choice(tool_choice, "tool_choice")
+    return check_tools(list(map(_read_tool, range(len(tools)), tools)), choice, allowed, parallel)
+
+
+def _read_tool(index: int, tool: Mapping[str, Any]) -> tuple[str, Tool]:
+    """A tool and its field."""
+    field = f"tools[{index}].function"
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{field} must be an object with a name, got {function!r:.80}", field)
+    parameters = function.get("parameters") or None
+    if parameters is not None and not isinstance(parameters, Mapping):
+        name = f"{field}.parameters"
+        raise InvalidRequest(f"{name} must be a JSON schema, got {parameters!r:.80}", name)
+    description = str(function.get("description") or "")
+    return field, Tool(function["name"], description, parameters, bool(function.get("strict")))
+
+
 def _num_bytes(tool: Tool, field: str, schema_field: str) -> int:
     """Bytes of description and schema. Raises InvalidRequest for a schema that is not of an object."""
     if not tool.parameters:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from foreword.chat_formats.events import CallArguments, CallStart
+from foreword.chat_formats.events import CallArguments, CallStart, ToolCall
 from foreword.cli.chat_input import History, history_path, piped_turns, typed_turns
 from foreword.cli.chat_tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, join_calls
 from foreword.cli.client import ChatBackend, ChatPiece, add_backend_options, finish_note, open_backend
@@ -34,7 +34,6 @@ from foreword.cli.flags import (
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
 from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
-from foreword.outputs import ToolCall
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COMMANDS: Mapping[str, str] = {

@@ -16,9 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.chat_formats.events import CallArguments, CallStart
+from foreword.chat_formats.events import CallArguments, CallStart, ToolCall
 from foreword.errors import ForewordError
-from foreword.outputs import ToolCall
 
 MAX_FILE_BYTES: Final = 65_536
 MAX_ENTRIES: Final = 200  # listed entries of a directory

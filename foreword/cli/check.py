@@ -32,7 +32,7 @@ from foreword.planning.fit_hints import fitting_options
 from foreword.planning.memory import ModelInfo, format_bytes
 from foreword.planning.memory_plan import MemoryPart, plan_memory
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, fits, resolve
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import is_gguf
 

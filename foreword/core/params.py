@@ -14,6 +14,7 @@ from foreword.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1
+TO_THE_END = -1  # max_tokens: the end of the context is the only limit
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MAX_LOGPROB_IDS = 128
 MAX_REPEAT_LEN = 256  # tokens; DRY caps longer repeats
@@ -66,7 +67,6 @@ INT_BOUNDS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
 )
 OPTIONAL_INT_BOUNDS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     {
-        "max_tokens": (1, None),
         "truncate_prompt_tokens": (-1, None),
         "logprobs": (0, MAX_LOGPROBS),
         "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -111,7 +111,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
-    max_tokens: int | None = None  # None: the server's default, in the engine the end of the context
+    max_tokens: int | None = None  # -1: to the end of the context; None: the default, in the engine that end
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -137,6 +137,8 @@ class SamplingParams:
         for name, limits in OPTIONAL_INT_BOUNDS.items():
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), *limits)
+        if self.max_tokens not in (None, TO_THE_END):
+            _check_int("max_tokens", self.max_tokens, 1)
         for name in BOOL_FIELDS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
@@ -160,7 +162,7 @@ class SamplingParams:
             raise InvalidRequest(
                 "truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens"
             )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens not in (None, TO_THE_END) and self.min_tokens > (self.max_tokens or 0):
             raise InvalidRequest(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
             )

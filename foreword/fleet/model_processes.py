@@ -25,7 +25,7 @@ from foreword.server.health import EngineProbe
 from foreword.server.loaded_model import LoadedModel, make_probe_request
 from foreword.server.model_names import ModelNames
 from foreword.server.registry import ServedModels
-from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
+from foreword.tokenizer.chat_processor import ChatInputProcessor, open_image_loader
 from foreword.utils.threads import run_in_own_thread
 from foreword.utils.version import __version__
 

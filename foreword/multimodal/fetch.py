@@ -9,13 +9,13 @@ import asyncio
 import socket
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from typing import Final
 
 import httpx
 
 from foreword.errors import ForewordError, InvalidRequest, ShuttingDown
 from foreword.multimodal import limits
+from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 from foreword.multimodal.url_policy import (
     check_bytes,
@@ -220,15 +220,3 @@ class _DownloadLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """The source of one image: a URL or the bytes of its file."""
-
-    where: str  # field of the request for errors, such as messages[0].content[1].image_url.url
-    url: str | None = field(default=None, repr=False)  # data:, http:, https: or file:
-    data: bytes | None = field(default=None, repr=False)  # PNG, JPEG, WebP or GIF
-
-    def __post_init__(self) -> None:
-        assert (self.url is None) != (self.data is None), "either url or data"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from foreword.core.images import PromptImage
 from foreword.multimodal.decode_pool import ImageDecodePool
-from foreword.multimodal.fetch import Fetcher, ImageSource
+from foreword.multimodal.fetch import Fetcher
 from foreword.multimodal.image_processor import ImageProcessor
+from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
-from foreword.chat_formats.tools import ReasoningOptions, Tool
 from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
-from foreword.core.images import PromptImage
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request as EngineRequest
 from foreword.embedding.client import EncoderClient
@@ -39,18 +36,9 @@ from foreword.server.apis.body import RequestBody
 from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.health import EngineProbe
-from foreword.server.http.middleware import release_body
-from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.model_names import ModelNames, ServedName
-from foreword.tokenizer.input_processor import (
-    ChatInputProcessor,
-    Prompt,
-    SamplingDefaults,
-    has_seed,
-    image_source,
-    make_requests,
-    resolve_seed,
-)
+from foreword.tokenizer.chat_processor import ChatInputProcessor
+from foreword.tokenizer.input_processor import has_seed, make_requests, resolve_seed
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.utils.threads import run_in_own_thread
 
@@ -116,18 +104,13 @@ class LoadedModel:
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """Fields of SamplingParams for requests that leave them out; max_tokens is build_requests()'s."""
+        """Fields of SamplingParams for requests that leave them out: the checkpoint's, then the variant's."""
         defaults: Mapping[str, Any] = self.tokenizer.generation_config.params
         if self.variant is None:
             return defaults
-        own = {name: value for name, value in self.variant.sampling.items() if name != "max_tokens"}
         method = self.variant.speculation
-        return {**defaults, **own, **({} if method is None else {"speculation": Speculation(method)})}
-
-    @property
-    def variant_limits_tokens(self) -> bool:
-        """Whether the variant has a max_tokens for requests without one."""
-        return self.variant is not None and "max_tokens" in self.variant.sampling
+        own = {} if method is None else {"speculation": Speculation(method)}
+        return {**defaults, **self.variant.sampling, **own}
 
     def check_access(self, name: str, permissions: KeyPermissions) -> None:
         """Raises Forbidden for a name of this model that the key may not use."""
@@ -188,100 +171,6 @@ class LoadedModel:
         """Compile a constraint in its own process first. Raises InvalidRequest if it cannot be served."""
         if params.structured is not None:
             await self.grammar_checker.check(params.structured)
-
-    async def build_prompt(
-        self,
-        request: Request,
-        messages: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any],
-        add_special_tokens: bool,
-        fairness_key: str,
-        resources: ExitStack,
-        tools: Sequence[Tool] = (),
-        reasoning: ReasoningOptions | None = None,
-        cache_salt: str = "",
-        is_seeded: bool = False,
-    ) -> Prompt:
-        """Prompt of a conversation; `resources` releases its images' memory, and images release the body.
-
-        Raises InvalidRequest, PayloadTooLarge, Overloaded, ClientDisconnect.
-        """
-        processor = self.chat_processor
-        text_messages, parts = processor.split_images(messages)
-
-        def render() -> list[int]:
-            return processor.render_ids(
-                text_messages,
-                template_kwargs,
-                len(parts),
-                add_special_tokens,
-                tools,
-                reasoning,
-                cache_salt,
-                is_seeded,
-            )
-
-        async with self.render_semaphore:  # a thread, because it waits for the worker process of templates
-            ids = await asyncio.to_thread(render)
-        if not parts:
-            return processor.insert_images(ids)
-        assert self.image_intake is not None, "images for a model that takes none"
-        reservation = self.image_intake.memory.start_reservation()
-        resources.callback(reservation.release)
-        sources = [image_source(part) for part in parts]
-        images = await cancel_on_disconnect(
-            request.receive, self.image_intake.load(sources, fairness_key, reservation)
-        )
-        if images is None:
-            raise ClientDisconnect
-        release_body(request)
-        return processor.insert_images(ids, images)
-
-    def build_requests(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        context: RequestContext,
-        images: Sequence[PromptImage] = (),
-        no_max_tokens: bool = False,
-    ) -> list[EngineRequest]:
-        """One request per choice of one prompt; all share the images. Raises InvalidRequest.
-
-        no_max_tokens  without max_tokens, the end of the context is the limit, not the default max_tokens
-        """
-        info = self.info()
-        defaults = SamplingDefaults.from_config(self.config, self.tokenizer)
-        if self.variant is not None and self.variant_limits_tokens:
-            defaults = replace(defaults, max_tokens=self.variant.sampling["max_tokens"])
-        requests = make_requests(
-            prompt_ids,
-            params,
-            self.tokenizer,
-            request_id,
-            self.max_model_len,
-            replace(defaults, max_tokens=0) if no_max_tokens else defaults,
-            cache_salt=context.cache_salt,
-            priority=context.priority,
-            vocab_size=info.vocab_size,
-            images=images,
-            image_token_id=self.chat_processor.placeholder_id,
-            adapter=context.adapter,
-        )
-        return [
-            replace(
-                request,
-                adapter_name=context.model if context.adapter else "",
-                fairness_key=context.fairness_key,
-                queue_deadline_s=_deadline_s(request.arrival_s, self.config.queue_timeout),
-                deadline_s=_deadline_s(request.arrival_s, context.timeout_s),
-            )
-            for request in requests
-        ]
-
-
-def _deadline_s(start_s: float, seconds: float | None) -> float | None:
-    return start_s + seconds if seconds else None
 
 
 @contextmanager

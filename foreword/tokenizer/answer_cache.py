@@ -23,14 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foreword.chat_formats.chat_format import BoundFormat
-from foreword.chat_formats.events import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    ChatEvent,
-    ContentText,
-    ReasoningText,
-)
+from foreword.chat_formats.events import AnswerContent, ChatEvent
 from foreword.chat_formats.parser import parse_message
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.tokenizer.messages import read_tool_history
@@ -47,42 +40,10 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class _AnswerContent:
-    """Content of an answer."""
-
-    calls: tuple[tuple[str, str, str], ...]  # id, name, arguments
-    text: str
-    reasoning: str
-
-    @property
-    def key(self) -> str:
-        """The first call's id, or the content."""
-        return self.calls[0][0] if self.calls else f"\n{self.text}"
-
-    def is_in(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message of read_tool_history() says the same, as far as clients send it back."""
-        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-        reasoning = message.get(REASONING) or message.get("reasoning") or ""
-        content = message.get("content") or ""
-        return (
-            message.get("role") == "assistant"
-            and len(calls) == len(self.calls)
-            and all(
-                (call_id, function["name"]) == (written_id, name)
-                and _are_equal(function["arguments"], arguments)
-                for (call_id, function), (written_id, name, arguments) in zip(calls, self.calls, strict=True)
-            )
-            and isinstance(content, str)
-            and content.strip() == self.text.strip()
-            and reasoning.strip() in ("", self.reasoning.strip())
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Answer:
     """An answer's tokens and its conversation."""
 
-    content: _AnswerContent
+    content: AnswerContent
     token_ids: array[int]  # tokens up to the one that ended the answer
     prompt_digest: bytes
     header: str  # text of the prompt behind its last end of a turn, without `prefill`
@@ -91,10 +52,11 @@ class _Answer:
 
     @property
     def num_bytes(self) -> int:
-        content = self.content
-        texts = (content.text, content.reasoning, *(part for call in content.calls for part in call))
+        said = self.content
+        calls = (part for call in said.calls for part in (call.id, call.name, call.arguments))
+        num_chars = sum(map(len, (said.text, said.reasoning, *calls)))
         num_tokens = len(self.token_ids) + len(self.prefill_ids)
-        return num_tokens * self.token_ids.itemsize + sum(map(len, texts)) + OVERHEAD_BYTES
+        return num_tokens * self.token_ids.itemsize + num_chars + OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +107,8 @@ class _Placeholders:
 
     def restore_names(self, text: str) -> str:
         """The text with the called names, which templates write beside results too."""
-        for placeholder, (_, name, _) in zip(self.names, self.answer.content.calls, strict=True):
-            text = text.replace(placeholder, name)
+        for placeholder, call in zip(self.names, self.answer.content.calls, strict=True):
+            text = text.replace(placeholder, call.name)
         return text
 
 
@@ -185,8 +147,8 @@ class AnswerTokenCache:
         eos = self._tokenizer.eos_token_ids
         if not token_ids or token_ids[-1] not in eos:
             return
-        content = _read_events(events)
-        if content is None:
+        content = AnswerContent.from_events(events)
+        if not _can_return(content):
             return
         answer = self._make_answer(content, prompt_ids, token_ids[:-1])
         if answer.num_bytes > self._max_bytes:
@@ -195,7 +157,7 @@ class AnswerTokenCache:
             conversation = self._conversations.get((tenant, answer.prompt_digest))
             if conversation is None:
                 return
-            key = tenant, conversation, content.key
+            key = tenant, conversation, _key(content)
             self._pop(key)
             self._answers[key] = answer
             self._num_bytes += answer.num_bytes
@@ -261,7 +223,7 @@ class AnswerTokenCache:
                 content = f"\n{message.get('content')}"
                 key = tenant, digests[index], calls[0]["id"] if calls else content
                 answer = self._answers.get(key)
-                if answer is not None and answer.content.is_in(message):
+                if answer is not None and _is_in(answer.content, message):
                     self._answers.move_to_end(key)
                     found[index] = answer
         return found
@@ -325,19 +287,20 @@ class AnswerTokenCache:
         reasoning = self._bound.format.reasoning
         is_open = bool(prefill) and reasoning is not None and reasoning.end not in prefill
         use = ToolUse(tuple(map(Tool, placeholders.names)))
-        written = _read_events(parse_message(self._bound, use, turn, is_open))
-        return written is not None and (
-            [name for _, name, _ in written.calls] == [*placeholders.names]
+        written = AnswerContent.from_events(parse_message(self._bound, use, turn, is_open))
+        return (
+            _can_return(written)
+            and [call.name for call in written.calls] == [*placeholders.names]
             and all(
-                _are_equal({"text": text}, arguments)
-                for text, (_, _, arguments) in zip(placeholders.arguments, written.calls, strict=True)
+                _are_equal({"text": text}, call.arguments)
+                for text, call in zip(placeholders.arguments, written.calls, strict=True)
             )
             and written.text.strip() == placeholders.content
             and written.reasoning.strip() == placeholders.reasoning
         )
 
     def _make_answer(
-        self, content: _AnswerContent, prompt_ids: Sequence[int], token_ids: Sequence[int]
+        self, content: AnswerContent, prompt_ids: Sequence[int], token_ids: Sequence[int]
     ) -> _Answer:
         """The answer to a prompt; the tokens behind the prompt's last end of a turn identify its place."""
         tail = list(prompt_ids[-MAX_PROMPT_END:])
@@ -372,6 +335,35 @@ class AnswerTokenCache:
         self._num_bytes -= 0 if answer is None else answer.num_bytes
 
 
+def _can_return(content: AnswerContent) -> bool:
+    """Whether a client can send the answer back: it says something, and no call is cut off."""
+    return content.is_complete and bool(content.calls or content.text.strip())
+
+
+def _key(content: AnswerContent) -> str:
+    """The first call's id, or the content."""
+    return content.calls[0].id if content.calls else f"\n{content.text}"
+
+
+def _is_in(content: AnswerContent, message: Mapping[str, Any]) -> bool:
+    """Whether a message of read_tool_history() says the same, as far as clients send it back."""
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+    reasoning = message.get(REASONING) or message.get("reasoning") or ""
+    text = message.get("content") or ""
+    return (
+        message.get("role") == "assistant"
+        and len(calls) == len(content.calls)
+        and all(
+            (call_id, function["name"]) == (written.id, written.name)
+            and _are_equal(function["arguments"], written.arguments)
+            for (call_id, function), written in zip(calls, content.calls, strict=True)
+        )
+        and isinstance(text, str)
+        and text.strip() == content.text.strip()
+        and reasoning.strip() in ("", content.reasoning.strip())
+    )
+
+
 def _are_equal(arguments: Mapping[str, Any], written: str) -> bool:
     """Whether arguments of a history are those that the model wrote; a custom tool's are a text."""
     try:
@@ -399,27 +391,3 @@ def _to_bytes(token_ids: Sequence[int]) -> bytes:
 
 def _hash(token_ids: Sequence[int]) -> hashlib.blake2b:
     return hashlib.blake2b(_to_bytes(token_ids), digest_size=16)
-
-
-def _read_events(events: Iterable[ChatEvent]) -> _AnswerContent | None:
-    """Content of an answer; None if it is empty, or a call is incomplete."""
-    texts = {ContentText: "", ReasoningText: ""}
-    calls: list[CallStart] = []
-    arguments: dict[int, str] = {}
-    num_ends = 0
-    for event in events:
-        if isinstance(event, CallStart):
-            calls.append(event)
-        elif isinstance(event, CallArguments):
-            arguments[event.index] = arguments.get(event.index, "") + event.text
-        elif isinstance(event, CallEnd):
-            num_ends += 1
-        else:
-            texts[type(event)] += event.text
-    if num_ends < len(calls) or not (calls or texts[ContentText].strip()):
-        return None
-    return _AnswerContent(
-        tuple((call.id, call.name, arguments.get(call.index, "")) for call in calls),
-        texts[ContentText],
-        texts[ReasoningText],
-    )

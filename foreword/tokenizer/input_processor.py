@@ -1,44 +1,21 @@
-"""Input processing: conversations and prompts become the engine's requests, one for each choice."""
+"""Input processing: prompts become the engine's requests, one for each choice."""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from itertools import product
-from pathlib import Path
-from typing import Any
 
-from PIL.Image import Image
-
-from foreword.chat_formats.chat_format import bind_format
-from foreword.chat_formats.events import ChatEvent
-from foreword.chat_formats.format_detection import ProofTokenizer, detect_format
-from foreword.chat_formats.parser import starts_in_reasoning
-from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.config.options import Config
-from foreword.core.images import PromptImage, expand_placeholders
-from foreword.core.params import SEED_MASK, SamplingParams
+from foreword.core.images import PromptImage
+from foreword.core.params import SEED_MASK, TO_THE_END, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
-from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.multimodal.fetch import ImageSource
-from foreword.multimodal.image_loader import ImageLoader
-from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.limits import MediaLimits
-from foreword.tokenizer.answer_cache import AnswerTokenCache
-from foreword.tokenizer.chat_template import ChatTemplate
-from foreword.tokenizer.detokenizer import Detokenizer
-from foreword.tokenizer.messages import ImagePart, extract_images
+from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.tokenizer.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-MAX_MARKER_TOKENS = 64  # at the end of a prompt, where a marker of several tokens may open the reasoning
 RANDOM_SEED = -1  # as llama-server's clients send it
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 NO_SAMPLING_PARAMS = SamplingParams()
 
 
@@ -57,8 +34,13 @@ class SamplingDefaults:
         return cls(config.seed, min(filter(None, limits), default=0), config.on_runaway)
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """Fill in max_tokens, at least min_tokens, and on_runaway; the seed is left alone."""
-        if params.max_tokens is None and self.max_tokens:
+        """Fill in max_tokens, at least min_tokens, and on_runaway; the seed is left alone.
+
+        Then max_tokens is a number, or None for the end of the context.
+        """
+        if params.max_tokens == TO_THE_END:
+            params = replace(params, max_tokens=None)
+        elif params.max_tokens is None and self.max_tokens:
             params = replace(params, max_tokens=max(self.max_tokens, params.min_tokens))
         return params if params.on_runaway is not None else replace(params, on_runaway=self.on_runaway)
 
@@ -215,7 +197,7 @@ def _truncate_prompt(prompt: tuple[int, ...], params: SamplingParams, max_model_
     wanted = params.truncate_prompt_tokens
     if wanted is None:
         return prompt
-    length = max(max_model_len - (params.max_tokens or 1), 1) if wanted < 0 else wanted
+    length = max(max_model_len - max(params.max_tokens or 1, 1), 1) if wanted < 0 else wanted
     return prompt[:length] if params.truncation_side == "right" else prompt[-length:]
 
 
@@ -315,202 +297,3 @@ def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int)
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{name} holds {token_id!r:.40}; token ids are 0 to {vocab_size - 1}", name)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids, and the images of their placeholders."""
-
-    token_ids: tuple[int, ...]
-    images: tuple[PromptImage, ...] = ()
-
-
-class ChatInputProcessor:
-    """Turns conversations into prompts of one model."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        processor: ImageProcessor | None,
-        max_images: int,
-        tool_format: str = "auto",
-    ) -> None:
-        """Compile the chat template and detect the format of calls, in a fraction of a second.
-
-        max_images   limits one conversation
-        tool_format  as Config.tool_format
-        Raises CheckpointError for a broken chat template.
-        """
-        text = None if processor is None else processor.placeholder_text
-        self.template = ChatTemplate.from_tokenizer(tokenizer, text)
-        proof_tokenizer = ProofTokenizer(
-            tokenizer.token_to_id,
-            lambda text: _tokenize(tokenizer, text),
-            tokenizer.special_ids,
-            tuple(tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids),
-        )
-        self.detection = detect_format(
-            self.template, proof_tokenizer, tool_format, tokenizer.response_template
-        )
-        logger.info("tool calls: %s", self.detection)
-        fmt = self.detection.format  # how the model writes reasoning and calls
-        self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
-        self._replay = None if self.format is None else AnswerTokenCache(tokenizer, self.format)
-        self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
-        self.max_images = max_images
-        self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"
-        self._tokenizer = tokenizer
-
-    def split_images(
-        self, messages: Sequence[Mapping[str, Any]], local: bool = False
-    ) -> tuple[Sequence[Mapping[str, Any]], list[ImagePart]]:
-        """Messages for render_ids(), and their images. Raises InvalidRequest.
-
-        local  as allow_local of extract_images()
-        """
-        if self.placeholder_id is None:
-            return messages, []  # render() refuses images
-        bare, parts = extract_images(messages, local)
-        self.check_num_images(len(parts), "messages")
-        return bare, parts
-
-    def check_num_images(self, num_images: int, where: str) -> None:
-        """Raises InvalidRequest for too many images."""
-        if num_images > self.max_images:
-            raise InvalidRequest(
-                f"{where} hold {num_images} images, of at most {self.max_images} (--max-images)", where
-            )
-
-    def check_tools(self, tools: Sequence[Tool]) -> None:
-        """Raises InvalidRequest for tools of a model whose format of calls is not known."""
-        if tools and (self.format is None or self.format.format.tools is None):
-            reasons = "".join(f"; {problem}" for problem in self.detection.problems)
-            raise InvalidRequest(
-                "tools: it is not known how this model writes tool calls; "
-                f"start the server with --tool-format NAME, such as generic{reasons}",
-                "tools",
-            )
-
-    def render_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any],
-        num_images: int,
-        add_special_tokens: bool = False,
-        tools: Sequence[Tool] = (),
-        reasoning: ReasoningOptions | None = None,
-        cache_salt: str = "",
-        is_seeded: bool = False,
-    ) -> list[int]:
-        """Token ids with one placeholder for each image. Raises InvalidRequest.
-
-        template_kwargs     of ChatTemplate.render()
-        add_special_tokens  False: templates write special tokens themselves
-        tools, reasoning    as in ChatTemplate.render()
-        cache_salt          namespace of the prefix cache, whose answers are replayed
-        is_seeded           replay none: the prompt is a function of the arguments alone
-        """
-        self.check_tools(tools)
-
-        def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            return self.template.render(messages, tools=tools, reasoning=reasoning, **template_kwargs)
-
-        if self._replay is None or is_seeded or template_kwargs.get("continue_final_message"):
-            ids = self._tokenizer.encode(render(messages), add_special_tokens)
-        else:
-            ids = self._replay.encode(messages, tools, cache_salt, render, add_special_tokens)
-        return self.check_placeholders(ids, num_images, "messages", "the chat template")
-
-    def described_tools(self, use: ToolUse) -> Sequence[Tool]:
-        """The tools in the prompt: also those of tool_choice "none", so that the cached prefix stays."""
-        knows_tools = self.format is not None and self.format.format.tools is not None
-        return use.listed_tools if knows_tools or use.callable_tools else ()
-
-    def starts_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt has opened the reasoning that the answer continues."""
-        if self.format is None or self.format.format.reasoning is None:
-            return False
-        text = ""
-        if self.format.format.reasoning.begin not in self.format.token_ids:
-            text = self._tokenizer.decode(prompt_ids[-MAX_MARKER_TOKENS:], skip_special_tokens=False)
-        return starts_in_reasoning(self.format, prompt_ids, text)
-
-    def remember(self, request: Request, token_ids: Sequence[int], events: Iterable[ChatEvent]) -> None:
-        """Keep an answer for the conversation's next prompt, if a token of the model ended it.
-
-        token_ids  of the answer, the last included; `events` are what the parser read in it
-        """
-        if self._replay is not None:
-            self._replay.remember(request.prompt_ids, token_ids, events, request.cache_salt)
-
-    def check_placeholders(
-        self, ids: list[int], num_images: int, where: str, written_by: str = ""
-    ) -> list[int]:
-        """Returns `ids` if they have one placeholder for each image. Raises InvalidRequest."""
-        if self.placeholder_id is None and num_images:
-            raise Unsupported(f"{where}: this model takes no images", where)
-        count = 0 if self.placeholder_id is None else ids.count(self.placeholder_id)
-        if count != num_images:
-            source, hint = (written_by, "") if count < num_images else ("", self._placeholder_hint)
-            raise InvalidRequest(
-                f"{where}: {source or 'the prompt'} has places for {count} images, got {num_images}{hint}",
-                where,
-            )
-        return ids
-
-    def insert_images(self, ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Prompt:
-        """The prompt, with each placeholder expanded to the tokens of its image."""
-        if self.placeholder_id is None or not images:
-            return Prompt(tuple(ids))
-        return Prompt(*expand_placeholders(ids, self.placeholder_id, images))
-
-
-def _tokenize(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
-    """Ids of a text, and the characters that each completes."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, at_start=True)
-    return [(token_id, detokenizer.feed(token_id)) for token_id in tokenizer.encode(text, False)]
-
-
-def open_image_loader(config: Config, processor: ImageProcessor) -> ImageLoader:
-    """The image loader with the limits of `config`; the caller closes it. Raises ConfigError."""
-    limits = MediaLimits.from_options(
-        config.max_image_mb,
-        config.max_image_pixels,
-        config.allowed_media_domains,
-        config.allowed_local_media_path,
-        config.media_timeout,
-    )
-    return ImageLoader(processor, limits)
-
-
-def image_source(part: ImagePart) -> ImageSource:
-    """The source of an image. Raises InvalidRequest."""
-    if part.url is not None:
-        return ImageSource(part.field_name, url=part.url)
-    return ImageSource(part.field_name, data=_read_image_file(part.image, part.field_name))
-
-
-def _read_image_file(image: object, where: str) -> bytes:
-    """The file of an image from a Python caller."""
-    if isinstance(image, bytes | bytearray | memoryview):
-        return bytes(image)
-    if isinstance(image, Image):
-        return _encode_png(image)
-    if not isinstance(image, str | Path):
-        raise InvalidRequest(
-            f"{where} must be a path, file bytes or PIL.Image, got {type(image).__name__}: {image!r:.80}",
-            where,
-        )
-    try:
-        return Path(image).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InvalidRequest(f"{where}: {image!s:.200} cannot be read: {reason}", where) from None
-
-
-def _encode_png(image: Image) -> bytes:
-    """A PNG without EXIF: an orientation in it would be applied twice."""
-    converted = image if image.mode in PNG_MODES else image.convert("RGB")
-    file = BytesIO()
-    converted.save(file, "PNG", exif=b"", compress_level=1)
-    return file.getvalue()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
 from foreword.chat_formats.tools import WrittenCall
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.multimodal.image_source import ImageSource, read_image
 
 TEXT_PARTS = ("text", "refusal")  # types of parts with a text, in the field of that name
 IMAGE_PART: Final[Mapping[str, str]] = MappingProxyType({"type": "image"})  # an image for chat templates
@@ -39,24 +39,15 @@ UNSUPPORTED_PART_HINTS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePart:
-    """An image of a message: `url` or `image`."""
-
-    field_name: str  # of the request, for errors
-    url: str | None = field(default=None, repr=False)  # data:, http:, https: or file:
-    image: object = field(default=None, repr=False)  # from Python: a path, bytes, or PIL.Image
-
-
 def extract_images(
     messages: Sequence[Mapping[str, Any]], allow_local: bool = False
-) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
+) -> tuple[list[Mapping[str, Any]], list[ImageSource]]:
     """The messages with IMAGE_PART for each image, and the images, in order.
 
     allow_local  accept parts {"type": "image", "image": ...} of a Python caller
     Raises InvalidRequest for images outside user messages and for malformed parts.
     """
-    images: list[ImagePart] = []
+    images: list[ImageSource] = []
     bare: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -72,15 +63,15 @@ def extract_images(
     return bare, images
 
 
-def _extract_image(part: object, field_name: str, images: list[ImagePart], allow_local: bool) -> object:
-    """Append an image part to `images` and return IMAGE_PART; return other parts unchanged."""
+def _extract_image(part: object, field_name: str, images: list[ImageSource], allow_local: bool) -> object:
+    """Append the image of a part to `images` and return IMAGE_PART; return other parts unchanged."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_url":
         assert isinstance(part, Mapping)
         images.append(_parse_image_url(part, field_name))
     elif kind == "image" and allow_local:
         assert isinstance(part, Mapping)
-        images.append(ImagePart(f"{field_name}.image", image=part.get("image")))
+        images.append(read_image(part.get("image"), f"{field_name}.image"))
     elif kind == "image":
         raise Unsupported(f"{field_name}: {IMAGE_HINT}", field_name)
     else:
@@ -88,7 +79,7 @@ def _extract_image(part: object, field_name: str, images: list[ImagePart], allow
     return IMAGE_PART
 
 
-def _parse_image_url(part: Mapping[str, Any], field_name: str) -> ImagePart:
+def _parse_image_url(part: Mapping[str, Any], field_name: str) -> ImageSource:
     """OpenAI's form, or the URL alone. `detail` is validated and ignored."""
     value, field_name = part.get("image_url"), f"{field_name}.image_url"
     if isinstance(value, Mapping):
@@ -101,7 +92,7 @@ def _parse_image_url(part: Mapping[str, Any], field_name: str) -> ImagePart:
         value, field_name = value.get("url"), f"{field_name}.url"
     if not isinstance(value, str):
         raise InvalidRequest(f"{field_name} must be a URL, got {value!r:.80}", field_name)
-    return ImagePart(field_name, value)
+    return ImageSource(field_name, value)
 
 
 def num_unknown_fields(content: object) -> int:

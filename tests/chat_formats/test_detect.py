@@ -7,9 +7,9 @@ import pytest
 from foreword.chat_formats.chat_format import ReasoningFormat
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.format_detection import Detection
-from foreword.chat_formats.tools import Tool
+from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.errors import InvalidRequest
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor, ChatTask
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.chat_formats.templates import TEMPLATES
 from tests.support.fakes import byte_backend, byte_tokenizer
@@ -121,9 +121,9 @@ def test_unproven_format_is_none_and_tools_are_refused() -> None:
     with pytest.raises(
         InvalidRequest, match=r"--tool-format NAME, such as generic; hermes: a call:"
     ) as caught:
-        chat.render_ids([{"role": "user", "content": "a"}], {}, 0, tools=[TOOL])
+        chat.render(ChatTask([{"role": "user", "content": "a"}], tools=ToolUse((TOOL,))))
     assert caught.value.param == "tools"
-    assert chat.render_ids([{"role": "user", "content": "a"}], {}, 0)
+    assert chat.render(ChatTask([{"role": "user", "content": "a"}]))
 
 
 PYTHONIC = (  # @VALUE@ is a value of the history
@@ -160,14 +160,14 @@ def test_history_that_cannot_be_read_back_leaves_the_format_of_the_markers(
     )
     assert not chat.detection.is_proven
     question = [{"role": "user", "content": "Where?"}]
-    assert chat.render_ids(question, {}, 0, tools=[TOOL])
+    assert chat.render(ChatTask(question, tools=ToolUse((TOOL,))))
 
 
 def test_template_that_iterates_over_tools_takes_none() -> None:
     """Named tool templates of older checkpoints fail where `tools` is none, as transformers pass it."""
     chat = processor(TEMPLATES["hermes"] + "{% for tool in tools %}{% endfor %}")
     assert str(chat.detection).startswith("hermes (markers of the chat template), proven;")
-    assert chat.render_ids([{"role": "user", "content": "Where?"}], {}, 0)
+    assert chat.render(ChatTask([{"role": "user", "content": "Where?"}]))
 
 
 def test_named_format_is_taken_without_proof() -> None:

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foreword.chat_formats.events import CallArguments, CallStart
+from foreword.chat_formats.events import CallArguments, CallStart, ToolCall
 from foreword.cli import chat_tools
 from foreword.cli.chat_tools import REFUSED_RESULT, TOOLS, LocalTools, join_calls
 from foreword.errors import ForewordError
-from foreword.outputs import ToolCall
 
 SECRET = "what is outside"
 

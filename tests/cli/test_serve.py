@@ -216,9 +216,9 @@ HUNG_SERVER = """
 import sys, threading
 from foreword.cli.main import main
 from foreword.server import loaded_model as context
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor
 context.MAX_RENDER_THREADS = 64
-ChatInputProcessor.render_ids = lambda *args: threading.Event().wait()
+ChatInputProcessor.render = lambda *args: threading.Event().wait()
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from foreword.core.params import SamplingParams, Speculation
+from foreword.core.params import TO_THE_END, SamplingParams, Speculation
 from foreword.errors import InvalidRequest
 
 
@@ -27,6 +27,7 @@ from foreword.errors import InvalidRequest
         ("repetition_penalty", 0),
         ("min_tokens", -1),
         ("max_tokens", 0),
+        ("max_tokens", -2),
         ("logprobs", 21),
         ("prompt_logprobs", -1),
         ("seed", 2**64),
@@ -52,6 +53,9 @@ from foreword.errors import InvalidRequest
         ("xtc_threshold", -0.1),
         ("dry_multiplier", -0.5),
         ("dry_base", 0.5),
+        ("xtc_threshold", "low"),
+        ("seed", 1.0),
+        ("top_n_sigma", 101),
         ("dry_allowed_length", 256),
         ("dry_penalty_last_n", -2),
         ("dry_sequence_breakers", ("",)),
@@ -78,6 +82,8 @@ def test_error_names_value_and_limit() -> None:
 def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens 5 is above max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+    for limit in (None, TO_THE_END, 5):
+        assert SamplingParams(min_tokens=5, max_tokens=limit).max_tokens == limit
 
 
 @pytest.mark.parametrize(("method", "max_tokens"), [("", None), (None, None), ("auto", -1), ("auto", 1.5)])

@@ -9,8 +9,8 @@ import pytest
 from PIL.Image import Resampling
 
 from foreword.errors import InvalidRequest, ShuttingDown
-from foreword.multimodal.fetch import ImageSource
 from foreword.multimodal.image_loader import ImageLoader
+from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from tests.support.image_files import encode_image, random_drawing

@@ -8,7 +8,7 @@ from typing import Any
 
 from foreword.server.apis.chat.body import ChatBody, to_template_messages
 from foreword.server.apis.messages.body import MessagesBody
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor
 from tests.chat_formats.templates import TEMPLATES
 from tests.support.fakes import byte_tokenizer
 

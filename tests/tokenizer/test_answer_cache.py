@@ -10,11 +10,12 @@ import pytest
 
 from foreword.chat_formats.parser import ChatParser
 from foreword.chat_formats.tools import Tool, ToolUse
+from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.tokenizer.answer_cache import AnswerTokenCache
-from foreword.tokenizer.detokenizer import Detokenizer
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor, ChatTask
+from foreword.tokenizer.output_processor import ChoiceOutput
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.tool_checkpoint import END_OF_TURN, write_tool_tokenizer
 
@@ -47,9 +48,13 @@ class Chat:
     def render(
         self, messages: Sequence[Mapping[str, Any]] | None = None, salt: str = "", is_seeded: bool = False
     ) -> list[int]:
-        return self.processor.render_ids(
-            messages or self.messages, {}, 0, tools=TOOLS, cache_salt=salt, is_seeded=is_seeded
-        )
+        task = ChatTask(messages or self.messages, tools=ToolUse(TOOLS))
+        return self.processor.render(task, salt, is_seeded)[0]
+
+    def render_anew(self, messages: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> list[int]:
+        """The prompt of a processor that remembers no answer."""
+        task = ChatTask(messages or self.messages, tools=ToolUse(TOOLS), template_kwargs=kwargs)
+        return ChatInputProcessor(self.tokenizer, None, 0).render(task)[0]
 
     def answer(self, text: str, end: int = END_OF_TURN) -> dict[str, Any]:
         """Let the model answer; the message as a client sends it back, without the reasoning."""
@@ -62,18 +67,12 @@ class Chat:
             self.processor.starts_in_reasoning(prompt),
             lambda index: f"call_{next(self.numbers)}_{index}",
         )
-        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
-        events = [
-            event
-            for token_id in token_ids[:-1]
-            for event in parser.feed(token_id, detokenizer.feed(token_id))
-        ]
-        events += parser.feed(end, "")
-        events += parser.flush(ended_by_model=True)
-        request = Request("a-0", tuple(prompt), SamplingParams(), seed=0)
-        self.processor.remember(request, token_ids, events)
+        params = SamplingParams(skip_special_tokens=False)
+        output = ChoiceOutput(self.tokenizer, Request("a-0", tuple(prompt), params, seed=0), parser)
+        output.feed(TokenEvent("a-0", 0, tuple(token_ids), finish_reason="stop", stop_id=end))
+        self.processor.remember(output)
         self.written = prompt + token_ids[:-1]
-        return to_message(events)
+        return to_message(output.events)
 
     def keeps_prefix(self, salt: str = "") -> bool:
         """Whether the next prompt begins with what the engine has computed."""
@@ -124,7 +123,7 @@ def test_loop_keeps_its_prefix(tmp_path: Path, family: str) -> None:
         assert message["tool_calls"]
         chat.messages += [reserialized(message), *results(message)]
         assert chat.keeps_prefix()
-        plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, {}, 0, tools=TOOLS)
+        plain = chat.render_anew()
         assert plain[: len(chat.written)] != chat.written, "the test would pass without a replay"
         tail = chat.tokenizer.decode(chat.render()[len(chat.written) :], skip_special_tokens=False)
         assert tail == chat.tokenizer.decode(plain, skip_special_tokens=False)[-len(tail) :]
@@ -157,17 +156,16 @@ def test_answer_is_replayed_only_if_it_is_the_same(tmp_path: Path) -> None:
         "reasoning": changed(1, reasoning_content="Hm."),
     }
     assert chat.render(history)[: len(chat.written)] == chat.written
-    plain = ChatInputProcessor(chat.tokenizer, None, 0)
     for name, other in others.items():
-        assert chat.render(other) == plain.render_ids(other, {}, 0, tools=TOOLS), name
-    assert chat.render(history, salt="of another key") == plain.render_ids(history, {}, 0, tools=TOOLS)
+        assert chat.render(other) == chat.render_anew(other), name
+    assert chat.render(history, salt="of another key") == chat.render_anew(history)
 
 
 def test_prompt_of_a_seeded_request_is_a_function_of_the_request(tmp_path: Path) -> None:
     """Whatever was answered before: nothing is replayed."""
     chat = Chat(tmp_path)
     chat.messages += [chat.answer(THOUGHT), {"role": "user", "content": "And?"}]
-    plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, {}, 0, tools=TOOLS)
+    plain = chat.render_anew()
     assert chat.render() != plain
     assert chat.render(is_seeded=True) == plain
 
@@ -207,9 +205,9 @@ def test_reasoning_that_the_template_drops_stays_dropped(tmp_path: Path) -> None
     chat.messages += [message, *results(message)]
     assert chat.keeps_prefix()
     dropping = {"options": {"drops": True}}
-    ids = chat.processor.render_ids(chat.messages, dropping, 0, tools=TOOLS)
-    plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, dropping, 0, tools=TOOLS)
-    assert ids == plain and "Hm." not in chat.tokenizer.decode(ids)
+    task = ChatTask(chat.messages, tools=ToolUse(TOOLS), template_kwargs=dropping)
+    ids = chat.processor.render(task)[0]
+    assert ids == chat.render_anew(**dropping) and "Hm." not in chat.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from PIL import Image
 
 from foreword import LLM, SamplingParams
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.tokenizer.input_processor import image_source
-from foreword.tokenizer.messages import ImagePart
+from foreword.multimodal.image_source import read_image
 from tests.support.checkpoints import write_checkpoint
 from tests.support.images import image_part, png
 from tests.support.vision_checkpoints import write_vision_checkpoint
@@ -118,9 +117,9 @@ def test_exif_orientation_applies_to_files_only(tmp_path: Path) -> None:
     exif[0x0112] = 6
     file = tmp_path / "turned.png"
     Image.new("RGB", (8, 4)).save(file, exif=exif)
-    assert image_source(ImagePart("x", image=file)).data == file.read_bytes()
+    assert read_image(file, "x").data == file.read_bytes()
     with Image.open(file) as opened:
-        data = image_source(ImagePart("x", image=opened)).data
+        data = read_image(opened, "x").data
     assert data is not None and b"eXIf" not in data
     with Image.open(file).convert("CMYK") as cmyk:
-        assert image_source(ImagePart("x", image=cmyk)).data is not None
+        assert read_image(cmyk, "x").data is not None

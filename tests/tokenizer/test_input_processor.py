@@ -139,6 +139,7 @@ def test_truncation_keeps_the_end(wanted: int, max_tokens: int | None, kept: int
             "off",
         ),
         ({"min_tokens": 60}, SamplingDefaults(max_tokens=40), 60, None),
+        ({"max_tokens": -1, "min_tokens": 60}, SamplingDefaults(max_tokens=40), None, None),
         ({"on_runaway": "stop"}, SamplingDefaults(max_tokens=0, on_runaway="off"), None, "stop"),
     ],
 )

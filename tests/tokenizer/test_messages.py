@@ -8,9 +8,9 @@ from foreword.chat_formats.call_writer import write_calls
 from foreword.chat_formats.chat_format import ToolFormat
 from foreword.chat_formats.parts.json import JsonCall
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.multimodal.image_source import ImageSource
 from foreword.tokenizer.messages import (
     IMAGE_PART,
-    ImagePart,
     extract_images,
     num_unknown_fields,
     one_call_per_turn,
@@ -35,8 +35,8 @@ def test_images_are_extracted_in_order() -> None:
     bare, images = extract_images(messages)
     assert bare == [{"role": "system", "content": "S"}, *user(IMAGE_PART, TEXT, IMAGE_PART)]
     assert images == [
-        ImagePart("messages[1].content[0].image_url.url", URL),
-        ImagePart("messages[1].content[2].image_url", "file:///a.png"),
+        ImageSource("messages[1].content[0].image_url.url", URL),
+        ImageSource("messages[1].content[2].image_url", "file:///a.png"),
     ]
     assert messages[1]["content"] == [first, TEXT, second], "the input is not modified"
     assert URL not in repr(images), "no pixels in logs"
@@ -44,7 +44,7 @@ def test_images_are_extracted_in_order() -> None:
 
 def test_local_images_need_allow_local() -> None:
     bare, images = extract_images(user({"type": "image", "image": b"PNG"}), allow_local=True)
-    assert bare == user(IMAGE_PART) and images == [ImagePart("messages[0].content[0].image", image=b"PNG")]
+    assert bare == user(IMAGE_PART) and images == [ImageSource("messages[0].content[0].image", data=b"PNG")]
     with pytest.raises(Unsupported, match="send an image as a part of type 'image_url'"):
         extract_images(user({"type": "image", "image": "/etc/passwd"}))
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from foreword.chat_formats.tools import ReasoningOptions, Tool
+from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.errors import InvalidRequest
+from foreword.tokenizer.chat_processor import ChatInputProcessor, ChatTask
 from foreword.tokenizer.chat_template import ChatTemplate
-from foreword.tokenizer.input_processor import ChatInputProcessor
 from tests.chat_formats.templates import GPT_OSS
 from tests.support.fakes import byte_tokenizer
 
@@ -176,4 +176,4 @@ def test_tools_reach_the_template_in_openai_s_form() -> None:
 def test_unknown_tool_format_needs_the_option() -> None:
     chat = ChatInputProcessor(byte_tokenizer("{{ tools }}{{ messages[0].content }}"), None, 0)
     with pytest.raises(InvalidRequest, match="--tool-format NAME"):
-        chat.render_ids([QUESTION], {}, 0, tools=[Tool("stop")])
+        chat.render(ChatTask([QUESTION], tools=ToolUse((Tool("stop"),))))

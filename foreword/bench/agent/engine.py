@@ -26,7 +26,7 @@ from foreword.chat_formats.parser import ChatParser
 from foreword.chat_formats.tools import ToolUse
 from foreword.config.options import Config
 from foreword.core.request import Request
-from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.chat_processor import ChatInputProcessor, ChatTask
 from foreword.tokenizer.output_processor import ChoiceOutput
 
 MAX_TURNS = 64  # most turns of a session: each turn has a seed of its own
@@ -74,7 +74,7 @@ class AgentEngine(LocalEngine):
         end = self.tokenizer.encode(END, add_special_tokens=False)
         answers = tuple((*self.tokenizer.encode(text, add_special_tokens=False), *end) for text in texts)
         prompts = tuple(
-            tuple(self._chat.render_ids(_messages(script, turn), {}, 0, tools=TOOLS))
+            tuple(self._chat.render(ChatTask(_messages(script, turn), tools=self.use))[0])
             for turn in range(len(turns))
         )
         longest = max(map(len, answers))
@@ -96,7 +96,7 @@ class AgentEngine(LocalEngine):
             {"role": "system", "content": conversation.script.system},
             *conversation.messages(history),
         ]
-        return self._chat.render_ids(messages, {}, 0)
+        return self._chat.render(ChatTask(messages))[0]
 
     def make_output(self, request: Request) -> ChoiceOutput:
         if not self.recorded or self.format is None:

@@ -36,14 +36,11 @@ class Generation:
         context: RequestContext,
         prompt_only: bool = False,  # score the prompt and return no token
         resources: ExitStack | None = None,  # released on close()
-        make_parser: Callable[[], ChatParser] | None = None,  # for each choice; None: all text is content
+        make_parser: Callable[[], ChatParser | None] = lambda: None,  # for each choice; None: all is content
     ) -> None:
         # Only the first choice may time out in the queue: once it runs, the others wait for it alone.
         waiting = [requests[0], *(replace(request, queue_deadline_s=None) for request in requests[1:])]
-        self.outputs = [
-            ChoiceOutput(server.tokenizer, request, make_parser() if make_parser else None)
-            for request in waiting
-        ]
+        self.outputs = [ChoiceOutput(server.tokenizer, request, make_parser()) for request in waiting]
         self.prediction_stats = SpecDecodeStats()  # drafts from the caller's prediction, over all choices
         self._server = server
         self._prompt_only = prompt_only
@@ -161,8 +158,7 @@ class Generation:
         self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
         if output.finished:
             self._server.recorder.on_parsed(output.parser)
-            if output.parser is not None:
-                self._server.chat_processor.remember(output.request, output.token_ids, output.events)
+            self._server.chat_processor.remember(output)
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)

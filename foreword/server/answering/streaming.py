@@ -15,7 +15,7 @@ from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.chat.body import ReasoningBody
-from foreword.server.apis.chat.writer import ResponseHeader, ResponseOptions
+from foreword.server.apis.choices_writer import ResponseHeader, ResponseOptions
 from foreword.server.apis.sampling import SamplingBody
 from foreword.server.http.errors import error_response
 from foreword.server.http.responses import (

@@ -18,7 +18,6 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_ALL_STOP_CHARS = 64, 1024, 4096
 MAX_ID_DIGITS = 20  # digits of a token id; int() raises for thousands of digits
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-TO_THE_END = -1  # max_tokens without a limit: up to the end of the context
 
 
 class StreamOptions(StrictModel):
@@ -121,11 +120,6 @@ class SamplingBody(StructuredBody, RequestBody):
         """As in vLLM, include_usage switches it on."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @property
-    def no_max_tokens(self) -> bool:
-        """Whether the end of the context is the only limit of the answer's length."""
-        return self.max_tokens == TO_THE_END
-
     def params_with(
         self, defaults: Mapping[str, Any], names: Mapping[str, str], **changes: Any
     ) -> SamplingParams:
@@ -153,8 +147,8 @@ class SamplingBody(StructuredBody, RequestBody):
             "structured": self.structured(),
             **changes,
         }
-        if given["max_tokens"] == TO_THE_END:
-            given["max_tokens"] = None
+        if given["max_tokens"] is None and "max_tokens" in defaults:
+            given["max_tokens"] = max(defaults["max_tokens"], self.min_tokens or 0)
         with rename_field(names):
             fields = {name: value for name, value in given.items() if value is not None}
             return SamplingParams(**{**defaults, **fields})

@@ -20,6 +20,13 @@ Tag = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "str
 Constraint = StructuredOutput | None
 SCHEMA_FORM = '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 SCHEMA_WORDS = ("json_schema", "properties", "$ref", "$defs", "anyOf", "items", "enum", "type")
+# Fields of response_format that belong to each type.
+FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset({"schema_"}),
+    "json_schema": frozenset({"json_schema"}),
+    "structural_tag": frozenset({"structures", "triggers", "format"}),
+}
 
 
 class SchemaHolder(StrictModel):
@@ -88,14 +95,6 @@ class ResponseFormat(StrictModel):
             if getattr(self, name) is not None:
                 field = f"response_format.{name.rstrip('_')}"
                 raise InvalidRequest(f"{field} does not belong to type {self.type!r}", field)
-
-
-FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
-    "text": frozenset(),
-    "json_object": frozenset({"schema_"}),
-    "json_schema": frozenset({"json_schema"}),
-    "structural_tag": frozenset({"structures", "triggers", "format"}),
-}
 
 
 class StructuredOutputsBody(StrictModel):

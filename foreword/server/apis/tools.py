@@ -1,14 +1,12 @@
-"""Tools of a request: chat's fields `tools` and `tool_choice`, and checks that the APIs share."""
+"""Checks of tools and calls that the APIs share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-from foreword.chat_formats.tool_validation import check_tools, parse_choice
-from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest
 from foreword.server.apis.body import StrictModel
 
 MAX_ARGUMENTS_CHARS: Final = 1 << 20  # of one call in the history
@@ -65,78 +63,3 @@ def check_tool_form(tool: StrictModel, form: str, field: str) -> None:
         raise InvalidRequest(
             f"{field} is a tool in the form of {written}; this API takes {TOOL_FORMS[form]}", field
         )
-
-
-class FunctionBody(StrictModel):
-    is_lenient: ClassVar[bool] = True
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.parameters or None, bool(self.strict))
-
-
-class CustomBody(StrictModel):
-    """A tool whose input is a text, of a grammar if `format` has one."""
-
-    is_lenient: ClassVar[bool] = True
-    name: str
-    description: str | None = None
-    format: dict[str, Any] | None = None
-
-    def tool(self, field: str) -> Tool:
-        grammar = custom_input_grammar(self.format, f"{field}.format")
-        return Tool(self.name, self.description or "", is_custom=True, input_grammar=grammar)
-
-
-class ChatTool(StrictModel):
-    is_lenient: ClassVar[bool] = True
-    type: str | None = None  # "function" or "custom"
-    function: FunctionBody | None = None
-    custom: CustomBody | None = None
-
-    def tool(self, field: str) -> tuple[str, Tool]:
-        """The tool and its field. Raises InvalidRequest, Unsupported."""
-        check_tool_form(self, "chat", field)
-        kind = self.type or ("custom" if self.custom is not None else "function")
-        if kind not in ("function", "custom"):
-            raise Unsupported(
-                f"{field}.type must be 'function' or 'custom': this server runs no tools, got {kind!r:.80}",
-                f"{field}.type",
-            )
-        path = f"{field}.{kind}"
-        if kind == "custom" and self.custom is not None:
-            return path, self.custom.tool(path)
-        if kind == "function" and self.function is not None:
-            return path, self.function.tool()
-        raise InvalidRequest(f"{path} is required", path)
-
-
-class ToolsBody(StrictModel):
-    """Chat's fields of tools, and OpenAI's older `functions` and `function_call`."""
-
-    tools: list[ChatTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    functions: list[FunctionBody] | None = None
-    function_call: str | dict[str, Any] | None = None
-
-    @property
-    def wants_function_call(self) -> bool:
-        """Whether a call is answered in the older form."""
-        return self.functions is not None
-
-    def tool_use(self) -> ToolUse:
-        """Raises InvalidRequest, Unsupported."""
-        if self.functions is None:
-            tools = [tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
-            choice, allowed = parse_choice(self.tool_choice, "tool_choice")
-            return check_tools(tools, choice, allowed, self.parallel_tool_calls is not False)
-        for field in ("tools", "tool_choice"):
-            if getattr(self, field):
-                raise InvalidRequest(f"functions is the older form of {field}: give one of them", field)
-        tools = [(f"functions[{i}]", function.tool()) for i, function in enumerate(self.functions)]
-        choice, allowed = parse_choice(self.function_call, "function_call")
-        return check_tools(tools, choice, allowed, parallel=False, choice_field="function_call")

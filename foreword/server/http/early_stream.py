@@ -8,7 +8,7 @@ from fastapi import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError
-from foreword.server.apis.chat.writer import DONE_EVENT
+from foreword.server.apis.choices_writer import DONE_EVENT
 from foreword.server.http.errors import error_body
 from foreword.server.http.responses import EVENT_STREAM, STREAM_HEADERS, is_messages_path, sse_event
 

@@ -10,15 +10,16 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.chat_formats.tool_validation import check_tools
 from foreword.errors import InvalidRequest
+from foreword.server.answering.chat import build_prompt
 from foreword.server.apis.body import ModelName, StrictModel, num_parts
-from foreword.server.apis.chat.body import Message, TemplateOptions, to_template_messages
+from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
 from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField
-from foreword.server.apis.tools import ChatTool
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import JSONResponse
 from foreword.server.loaded_model import LoadedModel, offload_if_large
 from foreword.server.registry import ModelsDep
+from foreword.tokenizer.chat_processor import ChatTask
 
 router = APIRouter()
 
@@ -79,16 +80,12 @@ async def _token_ids(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
     server.check_num_parts(num_parts(body.messages), "messages")
-    messages, kwargs = to_template_messages(body.messages), body.template_kwargs()
-    tools = check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]).tools
+    task = ChatTask(
+        to_template_messages(body.messages),
+        tools=check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]),
+        template_kwargs=body.template_kwargs(),
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+    context = permissions.request_context()
     with rename_field({"prompt": "messages"}), ExitStack() as resources:
-        prompt = await server.build_prompt(
-            request,
-            messages,
-            kwargs,
-            bool(body.add_special_tokens),
-            permissions.fairness_key,
-            resources,
-            tools,
-        )
-        return prompt.token_ids
+        return (await build_prompt(server, request, context, task, resources)).token_ids

@@ -14,14 +14,11 @@ from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.server.answering.chat import build_requests
 from foreword.server.answering.generation import Generation
-from foreword.server.apis.chat.writer import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    ResponseHeader,
-    ResponseOptions,
-)
+from foreword.server.apis.chat.writer import ChatWriter
+from foreword.server.apis.choices_writer import ChoicesWriter, ResponseHeader, ResponseOptions
+from foreword.server.apis.completions.writer import CompletionWriter
 from foreword.server.auth.keys import RequestContext
 from foreword.server.http.responses import sse_event
 from foreword.server.loaded_model import LoadedModel
@@ -39,7 +36,7 @@ async def server_of(resources: AsyncExitStack, client: FakeEngineClient, **confi
 
 def generation(server: LoadedModel, n: int = 2) -> Generation:
     context = RequestContext("", 0)
-    return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", context), context)
+    return Generation(server, build_requests(server, [1, 2], SamplingParams(n=n), "r", context), context)
 
 
 async def test_unstarted_generation_is_freed(resources: AsyncExitStack) -> None:
@@ -150,14 +147,14 @@ async def test_queue_timeout_fails_all_waiting_choices(resources: AsyncExitStack
 
 
 @pytest.mark.parametrize("choice", [0, 1])
-@pytest.mark.parametrize("builder_type", [ChatResponseBuilder, CompletionResponseBuilder])
+@pytest.mark.parametrize("builder_type", [ChatWriter, CompletionWriter])
 async def test_repeated_events_equal_their_chunks(
-    resources: AsyncExitStack, builder_type: type[ResponseBuilder], choice: int
+    resources: AsyncExitStack, builder_type: type[ChoicesWriter], choice: int
 ) -> None:
     server = await server_of(resources, FakeEngineClient())
     begun = generation(server)
     header = ResponseHeader("id", 1, "model", "fingerprint", 7)
-    more: tuple[Any, ...] = (None, 2) if builder_type is CompletionResponseBuilder else ()
+    more: tuple[Any, ...] = (None, 2) if builder_type is CompletionWriter else ()
     fast, plain = (
         builder_type(server, begun, 2, header, ResponseOptions(usage=True), *more) for _ in range(2)
     )

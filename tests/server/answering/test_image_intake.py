@@ -11,7 +11,7 @@ import pytest
 
 from foreword.core.images import PromptImage
 from foreword.errors import InvalidRequest, Overloaded
-from foreword.multimodal.fetch import ImageSource
+from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import NUM_WORKERS
 from foreword.server.answering import image_intake as module
 from foreword.server.answering.image_intake import (

@@ -22,78 +22,44 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
     return reply.status_code, error
 
 
+# One of each kind: tests/core/test_params.py has every sampling field.
 @pytest.mark.parametrize(
     ("fields", "param", "limit"),
     [
         ({"temperature": -1}, "temperature", "between 0 and 100"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"temperature": True}, "temperature", "must be a number"),
-        ({"n": 0}, "n", "between 1 and 128"),
-        ({"n": 129}, "n", "between 1 and 128"),
         ({"n": 1.5}, "n", "must be an integer"),
         ({"n": "2"}, "n", "must be an integer"),
-        ({"top_p": 0}, "top_p", "above 0"),
-        ({"top_p": 1.1}, "top_p", "at most 1"),
-        ({"top_k": -2}, "top_k", "at least -1"),
-        ({"min_p": 2}, "min_p", "between 0 and 1"),
-        ({"typical_p": 0}, "typical_p", "above 0 and at most 1"),
-        ({"top_n_sigma": -2}, "top_n_sigma", "between -1 and 100"),
-        ({"xtc_probability": 1.5}, "xtc_probability", "between 0 and 1"),
-        ({"xtc_threshold": "low"}, "xtc_threshold", "must be a number"),
-        ({"dry_multiplier": -1}, "dry_multiplier", "between 0 and 100"),
-        ({"dry_base": 0.9}, "dry_base", "between 1 and 100"),
-        ({"dry_allowed_length": 256}, "dry_allowed_length", "between 0 and 255"),
-        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n", "at least -1"),
-        ({"dry_sequence_breakers": ["x" * 41]}, "dry_sequence_breakers", "at most 40 characters"),
-        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers", "the limit is 64"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
         ({"best_of": 2}, "best_of", "may only be 1"),
-        ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
-        ({"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "above max_tokens 2"),
-        ({"seed": 2**64}, "seed", "between"),
-        ({"seed": 1.0}, "seed", "must be an integer"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
         ({"logprobs": 5}, "logprobs", "must be true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token id"),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "ends at 259"),
-        ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
-        ({"stop": [""]}, "stop", "non-empty"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "must be a number"),
         ({"stop": 5}, "stop", "must be a text or a list"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"stop": "x" * 1025}, "stop", "at most 1024"),
         ({"stop": ["x" * 1000] * 5}, "stop", "5000 characters; the limit is 4096"),
         ({"bad_words": "no"}, "bad_words", "must be a list"),
-        ({"stream": "yes"}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope", "unknown field"),
-        (
-            {"speculation": {"method": "medusa"}},
-            "speculation.method",
-            "auto, off, grammar, prediction, suffix",
-        ),
+        ({"stream": True, "temperature": 101}, "temperature", "between 0 and 100"),
+        ({"stream": True, "stream_options": True}, "stream_options", "must be an object"),
+        ({"speculation": "medusa"}, "speculation.method", "auto, off, grammar, prediction, suffix"),
         ({"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
         ({"speculation": 5}, "speculation", "must be an object or a text"),
-        ({"speculation": "medusa"}, "speculation.method", "auto, off, grammar, prediction, suffix"),
-        ({"stream": True, "stream_options": True}, "stream_options", "must be an object"),
-        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "must be a number"),
         ({"tool_choice": 5}, "tool_choice", "must be a text or an object"),
         ({"\ud800": 1}, r"\ud800", "lone surrogate"),
         ({"messages": [{**USER[0], "x\udfff": 1}]}, r"messages[0].x\udfff", "lone surrogate"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": "Hi"}, "messages", "must be a list"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        (
-            {"messages": [{"role": "robot", "content": "x"}]},
-            "messages[0].role",
-            "one of system, developer, user, assistant, tool, function",
-        ),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "one of system, developer"),
         ({"messages": [*USER, {"role": "user"}]}, "messages[1].content", "text or a list of parts"),
         ({"request_id": "a b"}, "request_id", "must be 1 to 128 visible ASCII characters"),
         (
@@ -112,12 +78,9 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"frobnicate": 1}, "frobnicate", "unknown field"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
 def test_invalid_values_are_named(
-    served: RunningServer, fields: dict[str, Any], param: str, limit: str, stream: bool
+    served: RunningServer, fields: dict[str, Any], param: str, limit: str
 ) -> None:
-    if stream and "stream_options" not in fields:
-        fields = {"stream": True, **fields}
     status, error = post(served, fields)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert limit in error["message"] and " should " not in error["message"], error["message"]

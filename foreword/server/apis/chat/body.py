@@ -8,13 +8,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
-from foreword.chat_formats.tools import ReasoningOptions
+from foreword.chat_formats.tool_validation import check_tools, parse_choice
+from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
 from foreword.server.apis.body import StrictModel
 from foreword.server.apis.ignored_fields import CHAT, MESSAGE, IgnoredField
-from foreword.server.apis.sampling import NO_DEFAULTS, TO_THE_END, SamplingBody
-from foreword.server.apis.tools import ToolsBody, check_arguments
+from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
+from foreword.server.apis.tools import check_arguments, check_tool_form, custom_input_grammar
 from foreword.tokenizer.messages import num_unknown_fields
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -201,6 +202,83 @@ def reasoning_options(
     return ReasoningOptions(enabled, None if effort == "none" else effort, budget_tokens)
 
 
+class FunctionBody(StrictModel):
+    is_lenient: ClassVar[bool] = True
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or None, bool(self.strict))
+
+
+class CustomBody(StrictModel):
+    """A tool whose input is a text, of a grammar if `format` has one."""
+
+    is_lenient: ClassVar[bool] = True
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    def tool(self, field: str) -> Tool:
+        grammar = custom_input_grammar(self.format, f"{field}.format")
+        return Tool(self.name, self.description or "", is_custom=True, input_grammar=grammar)
+
+
+class ChatTool(StrictModel):
+    is_lenient: ClassVar[bool] = True
+    type: str | None = None  # "function" or "custom"
+    function: FunctionBody | None = None
+    custom: CustomBody | None = None
+
+    def tool(self, field: str) -> tuple[str, Tool]:
+        """The tool and its field. Raises InvalidRequest, Unsupported."""
+        check_tool_form(self, "chat", field)
+        kind = self.type or ("custom" if self.custom is not None else "function")
+        if kind not in ("function", "custom"):
+            raise Unsupported(
+                f"{field}.type must be 'function' or 'custom': this server runs no tools, got {kind!r:.80}",
+                f"{field}.type",
+            )
+        path = f"{field}.{kind}"
+        if kind == "custom" and self.custom is not None:
+            return path, self.custom.tool(path)
+        if kind == "function" and self.function is not None:
+            return path, self.function.tool()
+        raise InvalidRequest(f"{path} is required", path)
+
+
+class ToolsBody(StrictModel):
+    """Chat's fields of tools, and OpenAI's older `functions` and `function_call`."""
+
+    tools: list[ChatTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionBody] | None = None
+    function_call: str | dict[str, Any] | None = None
+
+    @property
+    def wants_function_call(self) -> bool:
+        """Whether a call is answered in the older form."""
+        return self.functions is not None
+
+    def tool_use(self) -> ToolUse:
+        """Raises InvalidRequest, Unsupported."""
+        if self.tools is None and self.tool_choice is None and self.functions is None:
+            return NO_TOOLS
+        if self.functions is None:
+            tools = [tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
+            choice, allowed = parse_choice(self.tool_choice, "tool_choice")
+            return check_tools(tools, choice, allowed, self.parallel_tool_calls is not False)
+        for field in ("tools", "tool_choice"):
+            if getattr(self, field):
+                raise InvalidRequest(f"functions is the older form of {field}: give one of them", field)
+        tools = [(f"functions[{i}]", function.tool()) for i, function in enumerate(self.functions)]
+        choice, allowed = parse_choice(self.function_call, "function_call")
+        return check_tools(tools, choice, allowed, parallel=False, choice_field="function_call")
+
+
 class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
@@ -211,11 +289,6 @@ class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-
-    @property
-    def no_max_tokens(self) -> bool:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return limit == TO_THE_END
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""

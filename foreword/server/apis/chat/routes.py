@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.server.answering.chat import ChatTask, start_chat
+from foreword.server.answering.chat import start_chat
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import num_parts
 from foreword.server.apis.chat.body import ChatBody, to_template_messages
-from foreword.server.apis.chat.writer import ChatResponseBuilder
+from foreword.server.apis.chat.writer import ChatWriter
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.registry import ModelsDep
+from foreword.tokenizer.chat_processor import ChatTask
 
 router = APIRouter()
 
@@ -33,11 +34,8 @@ async def chat_completions(
         reasoning=body.reasoning(),
         template_kwargs=body.template_kwargs(),
         add_special_tokens=bool(body.add_special_tokens),
-        no_max_tokens=body.no_max_tokens,
         separate_reasoning=body.wants_separate_reasoning,
     )
     generation = await start_chat(server, request, context, task, header.id)
-    builder = ChatResponseBuilder(
-        server, generation, params.n, header, options, task.tools, body.wants_function_call
-    )
-    return respond(generation, builder, bool(body.stream))
+    writer = ChatWriter(server, generation, params.n, header, options, task.tools, body.wants_function_call)
+    return respond(generation, writer, bool(body.stream))

@@ -29,25 +29,20 @@ class CompletionBody(SamplingBody):
         """echo with max_tokens 0 scores the prompt and generates nothing."""
         return self.max_tokens == 0 and bool(self.echo)
 
-    def params(
-        self, defaults: Mapping[str, Any] = NO_DEFAULTS, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
-    ) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
-        if self.max_tokens is None and self.min_tokens is not None and max_tokens is not None:
-            max_tokens = max(max_tokens, self.min_tokens)
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
         changes = {
             "logprobs": 0 if self.logprob_token_ids else self.logprobs,
-            "max_tokens": 1 if self.prompt_only else max_tokens,
+            "max_tokens": 1 if self.prompt_only else self.max_tokens,
             "prompt_logprobs": echoed,
         }
         if self.best_of is not None:
             changes |= {"n": self._check_best_of(self.best_of), "logprobs": changes["logprobs"] or 0}
         names = {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}
-        return self.params_with(defaults, names, **changes)
+        return self.params_with({"max_tokens": DEFAULT_MAX_TOKENS, **defaults}, names, **changes)
 
     @property
     def wants_logprobs(self) -> bool:

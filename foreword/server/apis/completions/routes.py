@@ -7,11 +7,12 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
+from foreword.server.answering.chat import build_requests
 from foreword.server.answering.generation import Generation
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import TextOrIds
-from foreword.server.apis.chat.writer import CompletionResponseBuilder
-from foreword.server.apis.completions.body import DEFAULT_MAX_TOKENS, CompletionBody
+from foreword.server.apis.completions.body import CompletionBody
+from foreword.server.apis.completions.writer import CompletionWriter
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.loaded_model import offload_if_large
 from foreword.server.registry import ModelsDep
@@ -26,8 +27,7 @@ async def completions(
     """Continue one or several prompts."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
-    default_max_tokens = None if server.variant_limits_tokens else DEFAULT_MAX_TOKENS
-    params = server.resolve_params(body.params(server.sampling_defaults, default_max_tokens))
+    params = server.resolve_params(body.params(server.sampling_defaults))
     prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params)
@@ -41,14 +41,12 @@ async def completions(
             return server.tokenizer.encode(prompt, add_special_tokens)
         return list(prompt)
 
-    def build_requests() -> list[EngineRequest]:
+    def build_all_requests() -> list[EngineRequest]:
         token_ids = [tokenize(prompt) for prompt in prompts]
         return [
             engine_request
             for i, ids in enumerate(token_ids)
-            for engine_request in server.build_requests(
-                ids, params, f"{header.id}-{i}", context, no_max_tokens=body.no_max_tokens
-            )
+            for engine_request in build_requests(server, ids, params, f"{header.id}-{i}", context)
         ]
 
     def echo_text(prompt: TextOrIds, engine_request: EngineRequest) -> str:
@@ -56,11 +54,9 @@ async def completions(
             return prompt
         return server.tokenizer.decode(engine_request.prompt_ids)
 
-    requests = await offload_if_large(request, build_requests)
+    requests = await offload_if_large(request, build_all_requests)
     generation = Generation(server, requests, context, body.prompt_only)
     firsts = requests[:: params.n]
     echo = list(map(echo_text, prompts, firsts)) if body.echo else None
-    builder = CompletionResponseBuilder(
-        server, generation, params.n, header, options, echo, body.num_returned
-    )
-    return respond(generation, builder, bool(body.stream))
+    writer = CompletionWriter(server, generation, params.n, header, options, echo, body.num_returned)
+    return respond(generation, writer, bool(body.stream))

@@ -7,15 +7,17 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.params import SamplingParams
-from foreword.server.answering.chat import ChatTask, count_prompt_tokens, start_chat
+from foreword.server.answering.chat import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import num_parts
-from foreword.server.apis.messages.body import CountTokensBody, MessagesBody, MessagesConversation
+from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
+from foreword.server.apis.messages.conversation import MessagesConversation
 from foreword.server.apis.messages.writer import MessagesWriter
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import JSONResponse
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep, ServedModels
+from foreword.tokenizer.chat_processor import ChatTask
 
 router = APIRouter()
 

@@ -6,90 +6,72 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from foreword.chat_formats.events import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    ChatEvent,
-    ContentText,
-    ReasoningText,
-)
+from foreword.chat_formats.events import ChatEvent
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
-from foreword.server.apis.messages.body import hide_thinking
+from foreword.server.apis.answer_parts import AnswerParts
+from foreword.server.apis.messages.conversation import omit_text
 from foreword.server.http.errors import error_body
 from foreword.server.http.responses import sse_event
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta
 
+# Type of a delta, and the field of its text, by type of the block.
+DELTAS: Mapping[str, tuple[str, str]] = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
 Event = dict[str, Any]
 
 
-class BlockEvents:
-    """The events of content blocks, in Anthropic's form. One block is open at a time."""
+class BlockEvents(AnswerParts[Event]):
+    """The events of content blocks, in Anthropic's form."""
+
+    reasoning_kind = "thinking"
 
     def __init__(self, message_id: str, omit_thinking: bool) -> None:
+        super().__init__()
         self._message_id = message_id
         self._omit_thinking = omit_thinking
         self._index = -1  # of the last block
-        self._kind = ""  # of the open block; "" without one
-        self._held = ""  # whitespace that is a block only with more text: Anthropic's API refuses blank ones
-        self._thinking: list[str] = []  # of the open block, if it is hidden
-
-    def feed(self, events: Iterable[ChatEvent]) -> Iterator[Event]:
-        for event in events:
-            match event:
-                case ContentText(text):
-                    yield from self._add_text(text)
-                case ReasoningText(text):
-                    if self._kind != "thinking":
-                        yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
-                    if self._omit_thinking:
-                        self._thinking.append(text)
-                    else:
-                        yield self._delta(type="thinking_delta", thinking=text)
-                case CallStart(_, call_id, name):
-                    yield from self._start({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-                    yield self._delta(type="input_json_delta", partial_json="")
-                case CallArguments(_, text):
-                    yield self._delta(type="input_json_delta", partial_json=text)
-                case CallEnd():
-                    yield from self._stop()
+        self._thinking: list[str] = []  # of the open block, if it is omitted
 
     def finish(self) -> Iterator[Event]:
         """End the last block; as of Anthropic, a call that the end of the answer cuts off has no end."""
-        if self._kind != "tool_use":
-            yield from self._stop()
+        if self.kind != "tool_use":
+            yield from self.close()
 
-    def _stop(self) -> Iterator[Event]:
-        """End the open block."""
-        self._held = ""
-        if not self._kind:
-            return
-        if self._kind == "thinking":
+    def _start_text(self, text: str) -> Iterable[Event]:
+        return self._start({"type": "text", "text": ""})
+
+    def _start_reasoning(self) -> Iterable[Event]:
+        return self._start({"type": "thinking", "thinking": "", "signature": ""})
+
+    def _start_call(self, call_id: str, name: str) -> Iterable[Event]:
+        block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        return *self._start(block), *self._delta("")
+
+    def _start(self, block: Event) -> Sequence[Event]:
+        self._index, self.kind = self._index + 1, block["type"]
+        return ({"type": "content_block_start", "index": self._index, "content_block": block},)
+
+    def _delta(self, text: str) -> Iterable[Event]:
+        if self.kind == "thinking" and self._omit_thinking:
+            self._thinking.append(text)
+            return ()
+        delta_type, key = DELTAS[self.kind]
+        return (self._make_delta(type=delta_type, **{key: text}),)
+
+    def _end(self, is_complete: bool) -> Iterable[Event]:
+        if self.kind == "thinking":
             text, self._thinking = "".join(self._thinking), []
-            signature = hide_thinking(text) if text else f"{self._message_id}:{self._index}"
-            yield self._delta(type="signature_delta", signature=signature)
-        self._kind = ""
+            signature = omit_text(text) if text else f"{self._message_id}:{self._index}"
+            yield self._make_delta(type="signature_delta", signature=signature)
         yield {"type": "content_block_stop", "index": self._index}
 
-    def _add_text(self, text: str) -> Iterator[Event]:
-        if self._kind != "text":
-            held = self._held + text
-            if held.isspace() or not held:
-                yield from self._stop()
-                self._held = held
-                return
-            yield from self._start({"type": "text", "text": ""})
-            text = held
-        yield self._delta(type="text_delta", text=text)
-
-    def _start(self, block: Event) -> Iterator[Event]:
-        yield from self._stop()
-        self._index, self._kind = self._index + 1, block["type"]
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
-
-    def _delta(self, **delta: Any) -> Event:
+    def _make_delta(self, **delta: Any) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
@@ -154,7 +136,7 @@ class MessagesWriter:
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         events = () if self._prompt_only else delta.events
-        return b"".join(map(_sse, self._blocks.feed(events))) or None
+        return b"".join(map(_sse, self._blocks.write(events))) or None
 
     def last_events(self) -> Iterable[bytes]:
         yield b"".join(map(_sse, self._blocks.finish()))
@@ -175,7 +157,7 @@ class MessagesWriter:
     def full(self) -> dict[str, Any]:
         blocks = BlockEvents(self._id, self._omit_thinking)
         events: Sequence[ChatEvent] = () if self._prompt_only else self._output.events
-        content = join_blocks([*blocks.feed(events), *blocks.finish()])
+        content = join_blocks([*blocks.write(events), *blocks.finish()])
         usage = self._usage(self._output.num_tokens)
         return {**self._message(content, *self._stop_reason(), usage), **self._extras()}
 

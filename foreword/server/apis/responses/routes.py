@@ -13,25 +13,22 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 
-from foreword.core.params import SamplingParams
+from foreword.core.params import TO_THE_END, SamplingParams
 from foreword.errors import ResponseNotFound, Unsupported
-from foreword.server.answering.chat import ChatTask, count_prompt_tokens, start_chat
+from foreword.server.answering.chat import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import num_parts
-from foreword.server.apis.chat.writer import TokenNames
-from foreword.server.apis.responses.body import (
-    InputTokensBody,
-    Item,
-    ItemConversation,
-    NamedItem,
-    ResponsesBody,
-)
+from foreword.server.apis.logprobs import TokenNames
+from foreword.server.apis.responses.body import InputTokensBody, ResponsesBody
+from foreword.server.apis.responses.conversation import ItemConversation
+from foreword.server.apis.responses.items import Item, NamedItem
 from foreword.server.apis.responses.store import StoredResponse
 from foreword.server.apis.responses.writer import ResponseItems, ResponsesWriter
 from foreword.server.auth.keys import PermissionsDep, RequestContext
 from foreword.server.http.responses import JSONResponse, json_bytes
 from foreword.server.loaded_model import LARGE_BODY_BYTES, LoadedModel, offload_if_large
 from foreword.server.registry import ModelsDep, ServedModels
+from foreword.tokenizer.chat_processor import ChatTask
 
 T = TypeVar("T")
 DEFAULT_ROOM = 8  # with truncation: auto, an answer without max_output_tokens gets an 8th of the context
@@ -170,7 +167,7 @@ async def _read_task(
     named = await _resolve_references(models, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
     if body.instructions:
-        conversation.add_system(body.instructions, "instructions")
+        conversation.add_instructions(body.instructions)
     if body.previous_response_id is not None:
         field = "previous_response_id"
         chain = models.response_store.conversation(tenant, body.previous_response_id, field)
@@ -179,9 +176,8 @@ async def _read_task(
             server.check_num_parts(len(stored) + len(given), field)
         conversation.add([(field, item) for item in stored])
     conversation.add(named)
-    task = ChatTask(conversation.finish(), params, tools, body.reasoning_options(), body.template_kwargs())
-    if isinstance(body, ResponsesBody):
-        task = replace(task, no_max_tokens=body.no_max_tokens)
+    conversation.finish()
+    task = ChatTask(conversation.messages, params, tools, body.reasoning_options(), body.template_kwargs())
     return task, conversation, [item for _, item in named]
 
 
@@ -226,7 +222,8 @@ async def _drop_turns(
     A turn begins with a message of the user; the system message and the last turn stay.
     """
     max_model_len = server.max_model_len
-    wanted = task.params.max_tokens or max_model_len // DEFAULT_ROOM
+    limit = task.params.max_tokens
+    wanted = max_model_len // DEFAULT_ROOM if limit in (None, TO_THE_END) else limit
     room = max(1, min(wanted, max_model_len // 2))
     head = 1 if task.messages[0]["role"] == "system" else 0
     messages = task.messages

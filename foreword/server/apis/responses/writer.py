@@ -9,19 +9,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from foreword.chat_formats.events import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    ChatEvent,
-    ContentText,
-    ReasoningText,
-)
+from foreword.chat_formats.events import ChatEvent
 from foreword.chat_formats.tools import ToolUse
 from foreword.errors import ForewordError, Overloaded
 from foreword.server.answering.generation import Generation
-from foreword.server.apis.chat.writer import TokenNames, chat_logprob
-from foreword.server.apis.responses.body import encode_reasoning, new_id
+from foreword.server.apis.answer_parts import AnswerParts
+from foreword.server.apis.logprobs import TokenNames, chat_logprob
+from foreword.server.apis.responses.items import encode_reasoning, new_id
 from foreword.server.http.responses import json_bytes, sse_event
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta, TokenLogprobText
@@ -49,11 +43,10 @@ class _OpenItem:
     logprobs: list[Logprob] = field(default_factory=list)
 
 
-class ResponseItems:
-    """Output items in the order of their first event, and the stream's events about them.
+class ResponseItems(AnswerParts[bytes]):
+    """Output items, and the stream's events about them."""
 
-    Whitespace is a message only with more text: between reasoning and calls it is the chat format's.
-    """
+    text_kind = "message"
 
     def __init__(
         self,
@@ -62,6 +55,7 @@ class ResponseItems:
         includes_reasoning: bool,  # encrypted_content
         names: TokenNames | None,  # of tokens, if the request asks for logprobs
     ) -> None:
+        super().__init__()
         self.items: list[Item] = []
         self.sequence_number = 0  # of the next event
         self._tools = tools
@@ -69,10 +63,9 @@ class ResponseItems:
         self._includes_reasoning = includes_reasoning
         self._names = names
         self._open: _OpenItem | None = None
-        self._held = ""
         self._logprobs: deque[TokenLogprobText] = deque()  # of tokens whose text is not written yet
 
-    def write(self, event_type: str, **fields: Any) -> bytes:
+    def make_event(self, event_type: str, **fields: Any) -> bytes:
         """One event with the next sequence number."""
         event = {"type": event_type, **fields, "sequence_number": self.sequence_number}
         self.sequence_number += 1
@@ -81,39 +74,22 @@ class ResponseItems:
     def feed(self, events: Iterable[ChatEvent], logprobs: Iterable[TokenLogprobText]) -> Iterable[bytes]:
         """logprobs  of the tokens of these events, and of tokens whose text is held back"""
         self._logprobs += (token for token in logprobs if token.content_group is not None)
-        for event in events:
-            match event:
-                case ContentText(text):
-                    yield from self._add_content(text)
-                case ReasoningText(text):
-                    if not self._is_open("reasoning"):
-                        yield from self._start("reasoning", summary=[], content=[])
-                    yield self._delta(text)
-                case CallStart(_, call_id, name):
-                    yield from self._start_call(call_id, name)
-                case CallArguments(_, text):
-                    yield self._delta(text)
-                case CallEnd():
-                    yield from self.close("completed")
+        return self.write(events)
 
     def finish(self, is_complete: bool) -> Iterable[bytes]:
         """End the open item. A complete answer without any text or call gets an empty message."""
-        held = self._held
+        held = self.held
         # A call that the end cuts off is never complete.
-        is_call = self._open is not None and self._open.item["type"] in ("function_call", "custom_tool_call")
-        yield from self.close("completed" if is_complete and not is_call else "incomplete")
+        yield from self.close(is_complete and self.kind in ("", "message", "reasoning"))
         if not any(item["type"] != "reasoning" for item in self.items) and (is_complete or held):
-            yield from self._start_message(held)
+            yield from self._start_text(held)
             if held:
-                yield self._delta(held)
-            yield from self.close("completed" if is_complete else "incomplete")
+                yield from self._delta(held)
+            yield from self.close(is_complete)
 
-    def close(self, status: str) -> Iterable[bytes]:
-        """End the open item."""
-        self._held = ""
-        if self._open is None:
-            return
+    def _end(self, is_complete: bool) -> Iterable[bytes]:
         done, self._open = self._open, None
+        assert done is not None, "no item is open"
         self._take_logprobs(done)
         item, text = done.item, "".join(done.texts)
         logprobs = _trim(done.logprobs, text)
@@ -123,37 +99,27 @@ class ResponseItems:
             fields["logprobs"] = logprobs
         elif item["type"] == "function_call":
             fields["name"] = item["name"]
-        yield self.write(f"{name}.done", **done.place, **fields)
+        yield self.make_event(f"{name}.done", **done.place, **fields)
         if item["type"] in ("message", "reasoning"):
             part = _part(item["type"], text, logprobs)
             item["content"] = [part]
-            yield self.write("response.content_part.done", **done.place, part=part)
+            yield self.make_event("response.content_part.done", **done.place, part=part)
         else:
             item[key] = text
         if item["type"] == "reasoning" and self._includes_reasoning:
             item["encrypted_content"] = encode_reasoning(text)
         if "status" in item:
-            item["status"] = status
-        yield self.write("response.output_item.done", output_index=done.place["output_index"], item=item)
+            item["status"] = "completed" if is_complete else "incomplete"
+        index = done.place["output_index"]
+        yield self.make_event("response.output_item.done", output_index=index, item=item)
 
-    def _is_open(self, item_type: str) -> bool:
-        return self._open is not None and self._open.item["type"] == item_type
-
-    def _add_content(self, text: str) -> Iterable[bytes]:
-        if not self._is_open("message"):
-            text = self._held + text
-            if not text or text.isspace():
-                yield from self.close("completed")
-                self._held = text
-                return
-            yield from self._start_message(text)
-        yield self._delta(text)
-
-    def _start_message(self, text: str) -> Iterable[bytes]:
-        """text  the first one of the message"""
+    def _start_text(self, text: str) -> Iterable[bytes]:
         yield from self._start("message", role="assistant", content=[])
         assert self._open is not None
         self._open.content_group = self._find_group(text)
+
+    def _start_reasoning(self) -> Iterable[bytes]:
+        return self._start("reasoning", summary=[], content=[])
 
     def _start_call(self, call_id: str, name: str) -> Iterable[bytes]:
         namespace, own_name = self._namespaces.get(name, ("", name))
@@ -164,23 +130,23 @@ class ResponseItems:
         return self._start("function_call", **fields, arguments="")
 
     def _start(self, item_type: str, **fields: Any) -> Iterable[bytes]:
-        yield from self.close("completed")
+        self.kind = item_type
         item: Item = {"id": new_id(item_type), "type": item_type, **fields}
         if item_type != "custom_tool_call":  # it has no status in OpenAI's API
             item["status"] = "in_progress"
         index = len(self.items)
         self.items.append(item)
-        yield self.write("response.output_item.added", output_index=index, item=item)
+        yield self.make_event("response.output_item.added", output_index=index, item=item)
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if item_type in ("message", "reasoning"):
             place["content_index"] = 0
             part = _part(item_type, "", [])
-            yield self.write("response.content_part.added", **place, part=part)
+            yield self.make_event("response.content_part.added", **place, part=part)
         name = f"{TEXT_EVENTS[item_type][0]}.delta"
         head = b"event: %b\ndata: " % name.encode() + json_bytes({"type": name, **place})[:-1]
         self._open = _OpenItem(item, head + b',"delta":', place)
 
-    def _delta(self, text: str) -> bytes:
+    def _delta(self, text: str) -> Iterable[bytes]:
         """The event of more text. All but the text and the number is written once for each item."""
         done = self._open
         assert done is not None, "text outside of an item"
@@ -190,7 +156,7 @@ class ResponseItems:
             logprobs = b',"logprobs":' + json_bytes(self._take_logprobs(done))
         tail = b',"sequence_number":%d}\n\n' % self.sequence_number
         self.sequence_number += 1
-        return done.head + json_bytes(text) + logprobs + tail
+        return (done.head + json_bytes(text) + logprobs + tail,)
 
     def _find_group(self, text: str) -> int | None:
         """Group of the next tokens that spell this text. Whitespace before it may be the chat format's."""
@@ -259,7 +225,7 @@ class ResponsesWriter:
 
     def first_events(self) -> Iterable[bytes]:
         for name in ("created", "in_progress"):
-            yield self._items.write(f"response.{name}", response=self._response("in_progress"))
+            yield self._items.make_event(f"response.{name}", response=self._response("in_progress"))
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         return b"".join(self._items.feed(delta.events, delta.logprobs)) or None
@@ -267,14 +233,14 @@ class ResponsesWriter:
     def last_events(self) -> Iterable[bytes]:
         yield b"".join(self._items.finish(self._is_complete))
         response = self._finished()
-        yield self._items.write(f"response.{response['status']}", response=response)
+        yield self._items.make_event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ForewordError) -> bytes:
         # Codex reads from the code whether a retry may help, and from the message when.
         is_limit = isinstance(error, Overloaded)
         message = f"{error}; try again in {error.retry_after_s:g}s" if error.retry_after_s else str(error)
         failed = {"code": "rate_limit_exceeded" if is_limit else "server_error", "message": message}
-        return self._items.write("response.failed", response=self._response("failed", error=failed))
+        return self._items.make_event("response.failed", response=self._response("failed", error=failed))
 
     def full(self) -> dict[str, Any]:
         for _ in self._items.feed(self._output.events, self._output.logprobs):

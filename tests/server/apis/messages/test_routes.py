@@ -12,20 +12,20 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from anthropic.types import Message
 
 from foreword.config.options import Config
 from foreword.errors import InvalidRequest
-from foreword.server.apis.messages.body import MessagesBody, MessagesConversation, hide_thinking
+from foreword.server.apis.messages.body import MessagesBody
+from foreword.server.apis.messages.conversation import MessagesConversation, omit_text
 from tests.server.conftest import MODEL, RunningServer, json_post_head, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import TOKENS, image_processor, image_tokenizer, png
 from tests.support.waiting import WAIT_S
+from tests.support.wires import check_known, message_events
 
 PATH = "/v1/messages"
 USER: Any = [{"role": "user", "content": "Hi"}]
-EVENT_ADAPTER: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 SDK_FIELDS = frozenset(inspect.signature(anthropic.resources.Messages.create).parameters)
 REMINDER = "<system-reminder>Be careful.</system-reminder>"
 
@@ -40,7 +40,7 @@ def ask(server: RunningServer, **fields: Any) -> Message:
     fields = {"model": MODEL, "max_tokens": 64, "messages": USER, **fields}
     with client_of(server) as client:
         message = client.messages.create(**sdk_fields(fields))
-    check_no_extras(message)
+    check_known(message)
     return message
 
 
@@ -52,31 +52,10 @@ def sdk_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def stream(server: RunningServer, **fields: Any) -> tuple[list[dict[str, Any]], Message]:
     """All events, each checked by its type, and the SDK's sum of them."""
-    body = {"model": MODEL, "max_tokens": 64, "messages": USER, **fields, "stream": True}
-    events: list[dict[str, Any]] = []
-    with server.http.stream("POST", PATH, json=body) as reply:
-        assert reply.headers["content-type"].startswith("text/event-stream"), reply.read()
-        lines = list(reply.iter_lines())
-    for name, data, blank in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}" and not blank
-        events.append(event)
-        if event["type"] != "ping":
-            check_no_extras(EVENT_ADAPTER.validate_python(event, strict=True))
-    del body["stream"]
+    body = {"model": MODEL, "max_tokens": 64, "messages": USER, **fields}
+    events = message_events(server.http, body)
     with client_of(server) as client, client.messages.stream(**sdk_fields(body)) as accumulated:
         return events, accumulated.get_final_message()
-
-
-def check_no_extras(value: Any) -> None:
-    """All fields are those of the SDK's types."""
-    if isinstance(value, BaseModel):
-        assert not value.model_extra, (type(value), value.model_extra)
-        for name in type(value).model_fields:
-            check_no_extras(getattr(value, name))
-    elif isinstance(value, list):
-        for item in value:
-            check_no_extras(item)
 
 
 def error_of(reply: httpx.Response) -> tuple[int, str, str]:
@@ -129,25 +108,15 @@ def test_message_is_whole_and_streamed(served: RunningServer) -> None:
     assert (final.stop_reason, final.usage) == (message.stop_reason, message.usage)
 
 
-@pytest.mark.parametrize(
-    ("output", "fields", "expected"),
-    [
-        (FakeOutput(), {"max_tokens": 3}, ("max_tokens", None, "Hel")),
-        (FakeOutput(), {"stop_sequences": ["or", "x"]}, ("stop_sequence", "or", "Hello w")),
-        (FakeOutput(text=""), {}, ("end_turn", None, None)),
-        (FakeOutput(text=" \n"), {}, ("end_turn", None, None)),
-        (FakeOutput(text="x" * 4000), {"max_tokens": 32_000}, ("model_context_window_exceeded", None, ...)),
-    ],
-)
-def test_stop_reason(
-    served: RunningServer, output: FakeOutput, fields: dict[str, Any], expected: tuple[Any, ...]
-) -> None:
-    """A blank answer has no block: Anthropic's API refuses blank texts when they come back."""
-    served.set_output(output)
-    for message in (ask(served, **fields), stream(served, **fields)[1]):
-        text = getattr(message.content[0], "text", None) if message.content else None
-        assert (message.stop_reason, message.stop_sequence) == expected[:2]
-        assert expected[2] is ... or text == expected[2]
+def test_stop_reasons_and_blank_answers(served: RunningServer) -> None:
+    """Reasons of this API alone. A blank answer has no block: Anthropic's API refuses blank texts."""
+    served.set_output(FakeOutput())
+    message = ask(served, stop_sequences=["or", "x"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "or")
+    served.set_output(FakeOutput(text=" \n"))
+    assert not ask(served).content and not stream(served)[1].content
+    served.set_output(FakeOutput(text="x" * 4000))
+    assert ask(served, max_tokens=32_000).stop_reason == "model_context_window_exceeded"
 
 
 def test_max_tokens_0_fills_the_cache(served: RunningServer) -> None:
@@ -216,7 +185,6 @@ def test_output_format_constrains_the_answer(served: RunningServer) -> None:
             "prompt is too long: 3019 tokens > 2047 maximum",
         ),
         ({"stop_sequences": ["x"] * 65}, anthropic.BadRequestError, "stop_sequences may hold at most 64"),
-        ({"temperature": "hot"}, anthropic.BadRequestError, "temperature must be a number"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
             anthropic.BadRequestError,
@@ -240,7 +208,6 @@ def test_output_format_constrains_the_answer(served: RunningServer) -> None:
         ({"tool_choice": {"type": "tool"}}, anthropic.BadRequestError, "tool_choice.name belongs to"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice asks for a call"),
         ({"n": 2}, anthropic.BadRequestError, "n is refused"),
-        ({"nonsense": 2}, anthropic.BadRequestError, "unknown field 'nonsense'"),
     ],
 )
 def test_refusal(
@@ -286,21 +253,6 @@ def answer_to_broken_body(server: RunningServer) -> str:
     with socket.create_connection((url.host, url.port or 80), timeout=WAIT_S) as raw:
         raw.sendall(head.replace("Host: x", "Host: x\r\nx-api-key: secret").encode() + b"no size\r\n")
         return b"".join(iter(lambda: raw.recv(4096), b"")).decode()
-
-
-def test_error_in_a_stream_is_the_last_event(served: RunningServer) -> None:
-    served.set_output(FakeOutput(fail_after=3))
-    body = {"messages": USER, "stream": True, "max_tokens": 9}
-    events = served.http.post(PATH, json=body).text.strip().split("\n\n")
-    assert events[-1].startswith("event: error\ndata: ") and '"type":"api_error"' in events[-1]
-    with client_of(served) as client, pytest.raises(anthropic.APIStatusError, match="the script says so"):
-        client.messages.create(model=MODEL, max_tokens=9, messages=USER)
-    with (
-        client_of(served) as client,
-        client.messages.stream(model=MODEL, max_tokens=9, messages=USER) as sent,
-        pytest.raises(anthropic.APIStatusError, match="the script says so"),
-    ):
-        sent.get_final_message()
 
 
 def test_unknown_models_map_to_the_served_one() -> None:
@@ -417,7 +369,7 @@ def test_consecutive_turns_of_one_role_are_one() -> None:
 
 
 def test_hidden_thinking_comes_back_in_its_signature() -> None:
-    for signature, expected in ((hide_thinking("Hm, ö"), "Hm, ö"), ("text:!", None), ("other", None)):
+    for signature, expected in ((omit_text("Hm, ö"), "Hm, ö"), ("text:!", None), ("other", None)):
         block = {"type": "thinking", "thinking": "", "signature": signature}
         found = conversation([*USER, {"role": "assistant", "content": [block, *texts("So")]}, *USER])
         assert found.messages[1].get("reasoning_content") == expected

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from foreword.chat_formats.events import (
     CallArguments,
@@ -20,8 +18,8 @@ from foreword.chat_formats.events import (
     merge_events,
 )
 from foreword.server.apis.messages.writer import BlockEvents, join_blocks
+from tests.support.wires import MESSAGE_EVENT
 
-EVENT_ADAPTER: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 EVENTS = st.lists(
     st.one_of(
         st.builds(ContentText, st.text(" \na", min_size=1, max_size=4)),
@@ -48,7 +46,7 @@ def chat_events(items: Sequence[Any]) -> list[ChatEvent]:
 
 def block_events(events: Sequence[ChatEvent], hides: bool) -> list[dict[str, Any]]:
     blocks = BlockEvents("msg_1", hides)
-    found = [event for chat_event in events for event in blocks.feed([chat_event])]
+    found = [event for chat_event in events for event in blocks.write([chat_event])]
     return [*found, *blocks.finish()]
 
 
@@ -68,7 +66,7 @@ def check_block_order(events: Sequence[Mapping[str, Any]]) -> None:
     """start (delta)* stop of each block, one after the other; a call's first delta is empty."""
     index, before = -1, "content_block_stop"
     for event in events:
-        EVENT_ADAPTER.validate_python(event, strict=True)
+        MESSAGE_EVENT.validate_python(event, strict=True)
         if event["type"] == "content_block_start":
             assert before == "content_block_stop"
             index += 1

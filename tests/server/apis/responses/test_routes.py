@@ -15,12 +15,14 @@ from pydantic import BaseModel
 from foreword.config.options import Config
 from foreword.errors import EngineDead, InvalidRequest
 from foreword.server.apis.responses import routes as routes
-from foreword.server.apis.responses.body import ItemConversation, ResponsesBody, encode_reasoning
+from foreword.server.apis.responses.body import ResponsesBody
+from foreword.server.apis.responses.conversation import ItemConversation
+from foreword.server.apis.responses.items import encode_reasoning
 from tests.server.conftest import MODEL, RunningServer, run_server
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
+from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import data_url, image_processor, image_tokenizer, png
-from tests.support.responses_events import check_event, check_response, read_stream, without_ids
-from tests.support.tool_checkpoint import chat_template
+from tests.support.responses_events import check_response, read_stream, without_ids
+from tests.support.tool_checkpoint import WEATHER
 
 PATH = "/v1/responses"
 FUNCTION: dict[str, Any] = {
@@ -42,22 +44,7 @@ PATCH: dict[str, Any] = {
 }
 CALL_TEXT = '<tool_call>\n{"name": "price", "arguments": {"item": "lamp"}}\n</tool_call>'
 PATCH_TEXT = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** add \\"x\\""}}\n</tool_call>'
-BURSTS = [(1,), (3,), (2, 5, 1), (64,), (1000,)]
-
-
-@pytest.fixture(scope="module")
-def shared_tools() -> Iterator[RunningServer]:
-    """A model of the family hermes, whose template opens no reasoning."""
-    with run_server(tokenizer=byte_tokenizer(chat_template("hermes"))) as server:
-        yield server
-
-
-@pytest.fixture
-def tools(shared_tools: RunningServer) -> Iterator[RunningServer]:
-    shared_tools.client.script = FakeOutput()
-    shared_tools.client.submitted.clear()
-    yield shared_tools
-    shared_tools.wait_until_idle()
+BURSTS = [(1,), (2, 5, 1), (1000,)]
 
 
 def post(server: RunningServer, **body: Any) -> httpx.Response:
@@ -86,9 +73,10 @@ def messages_of(items: Any, takes_images: bool = True, **fields: Any) -> list[di
     body = ResponsesBody.model_validate({"input": items, **fields})
     conversation = ItemConversation(takes_images)
     if body.instructions:
-        conversation.add_system(body.instructions, "instructions")
+        conversation.add_instructions(body.instructions)
     conversation.add(body.items()[0])
-    return conversation.finish()
+    conversation.finish()
+    return conversation.messages
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -119,17 +107,17 @@ def test_answer_through_the_client(served: RunningServer, bursts: tuple[int, ...
 
 
 @pytest.mark.parametrize("bursts", BURSTS)
-def test_stream_equals_the_whole_answer(tools: RunningServer, bursts: tuple[int, ...]) -> None:
+def test_stream_equals_the_whole_answer(fake: RunningServer, bursts: tuple[int, ...]) -> None:
     text = f"<think>\nhm\n</think>\n\nI ask.\n{CALL_TEXT}\n{PATCH_TEXT} Done 😀"
-    tools.set_output(FakeOutput(text, bursts))
+    fake.set_output(FakeOutput(text, bursts))
     body: dict[str, Any] = {
         "input": "Hi",
         "tools": [FUNCTION, PATCH],
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "top_logprobs": 2,
     }
-    whole = create(tools, **body)
-    _, streamed = read_stream(tools.http, **body)
+    whole = create(fake, **body)
+    _, streamed = read_stream(fake.http, **body)
     assert without_ids(streamed) == without_ids(whole)
     assert [item["type"] for item in whole["output"]] == [
         *("reasoning", "message", "function_call", "custom_tool_call", "message")
@@ -145,17 +133,9 @@ def test_stream_equals_the_whole_answer(tools: RunningServer, bursts: tuple[int,
     assert {len(entry["top_logprobs"]) for entry in message["content"][0]["logprobs"]} == {2}
 
 
-def test_arguments_stream_as_they_come(tools: RunningServer) -> None:
-    large = "x" * 500
-    tools.set_output(FakeOutput(CALL_TEXT.replace("lamp", large), (4,)))
-    events, _ = read_stream(tools.http, input="Hi", tools=[FUNCTION])
-    deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
-    assert len(deltas) > 50 and json.loads("".join(deltas)) == {"item": large}
-
-
-def test_stream_through_the_client(tools: RunningServer) -> None:
-    tools.set_output(FakeOutput(f"I ask.\n{CALL_TEXT}", (3,)))
-    with tools.openai.responses.stream(model=MODEL, input="Hi", tools=[FUNCTION]) as stream:  # type: ignore[list-item]
+def test_stream_through_the_client(fake: RunningServer) -> None:
+    fake.set_output(FakeOutput(f"I ask.\n{CALL_TEXT}", (3,)))
+    with fake.openai.responses.stream(model=MODEL, input="Hi", tools=[FUNCTION]) as stream:  # type: ignore[list-item]
         events = list(stream)
         final = stream.get_final_response()
     snapshots = [event.snapshot for event in events if event.type == "response.function_call_arguments.delta"]
@@ -176,30 +156,6 @@ def test_parse_through_the_client(served: RunningServer) -> None:
     assert structured is not None and structured.field == "text.format.schema"
     assert response.text is not None and response.text.format is not None
     assert response.text.format.type == "json_schema" and response.text.format.name == "Job"
-
-
-def test_length_makes_the_answer_incomplete(tools: RunningServer) -> None:
-    tools.set_output(FakeOutput(CALL_TEXT, (4,)))
-    body: dict[str, Any] = {"input": "Hi", "tools": [FUNCTION], "max_output_tokens": 45}
-    whole = create(tools, **body)
-    events, streamed = read_stream(tools.http, **body)
-    assert events[-1]["type"] == "response.incomplete" and without_ids(streamed) == without_ids(whole)
-    assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and whole["completed_at"] is None
-    assert [(item["type"], item["status"]) for item in whole["output"]] == [("function_call", "incomplete")]
-    assert whole["usage"]["output_tokens"] == 45 and whole["max_output_tokens"] == 45
-
-
-@pytest.mark.parametrize("num_tokens", [3, 13, 35, len(CALL_TEXT) - 5])
-def test_no_piece_of_a_cut_call_is_output_text(tools: RunningServer, num_tokens: int) -> None:
-    tools.set_output(FakeOutput(CALL_TEXT, (3,)))
-    body = {"input": "Hi", "tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": num_tokens}
-    whole = create(tools, **body)
-    events, streamed = read_stream(tools.http, **body)
-    assert whole["status"] == "incomplete" and without_ids(streamed) == without_ids(whole)
-    calls = [item for item in whole["output"] if item["type"] == "function_call"]
-    texts = [part["text"] for item in whole["output"] for part in item.get("content", ())]
-    assert len(calls) == (num_tokens > 35) and not any(texts)
-    assert not any(event["type"] == "response.output_text.delta" for event in events)
 
 
 def test_compact_is_refused_with_a_sentence(served: RunningServer) -> None:
@@ -409,9 +365,9 @@ def test_empty_input_is_a_probe(served: RunningServer) -> None:
         assert create(served, **body, max_output_tokens=1)["status"] == "incomplete"
 
 
-def test_history_reaches_the_template(tools: RunningServer) -> None:
+def test_history_reaches_the_template(fake: RunningServer) -> None:
     create(
-        tools,
+        fake,
         input=[
             {"role": "user", "content": "Price?"},
             {"type": "function_call", "call_id": "c", "name": "price", "arguments": '{"item": "lamp"}'},
@@ -419,7 +375,7 @@ def test_history_reaches_the_template(tools: RunningServer) -> None:
         ],
         tools=[FUNCTION],
     )
-    prompt = prompt_of(tools)
+    prompt = prompt_of(fake)
     assert '{"name": "price", "arguments": {"item": "lamp"}}' in prompt
     assert "<tool_response>\n125\n</tool_response>" in prompt and "Price of an item" in prompt
 
@@ -470,11 +426,11 @@ def test_malformed_items_are_refused_by_name(
     assert error["param"] == param and text in error["message"], error
 
 
-def test_broken_arguments_in_the_history_are_refused(tools: RunningServer) -> None:
+def test_broken_arguments_in_the_history_are_refused(fake: RunningServer) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": '}
     for arguments in ('{"x": ', "[1]", "1"):
         items = [{"role": "user", "content": "Hi"}, {**call, "arguments": arguments}]
-        error = error_of(post(tools, input=items))
+        error = error_of(post(fake, input=items))
         assert error["param"] == "input[1].arguments" and "a JSON object" in error["message"], error
 
 
@@ -489,9 +445,9 @@ def test_reasoning_of_other_servers_is_taken() -> None:
 # Tools
 
 
-def test_tools_of_other_servers_are_skipped_and_named(tools: RunningServer) -> None:
+def test_tools_of_other_servers_are_skipped_and_named(fake: RunningServer) -> None:
     reply = post(
-        tools,
+        fake,
         input=[
             {"role": "user", "content": "Hi"},
             {"type": "web_search_call", "id": "ws_1", "status": "completed"},
@@ -508,7 +464,7 @@ def test_tools_of_other_servers_are_skipped_and_named(tools: RunningServer) -> N
         "input[1].web_search_call, tools[0].web_search, tools[2].mcp"
     )
     assert [tool["name"] for tool in reply.json()["tools"]] == ["price"]
-    structured = tools.client.submitted[0].params.structured
+    structured = fake.client.submitted[0].params.structured
     assert structured is not None and "price" in structured.text
 
 
@@ -523,33 +479,31 @@ def test_tools_of_other_servers_are_skipped_and_named(tools: RunningServer) -> N
         ),
     ],
 )
-def test_numbers_without_json_are_refused(
-    tools: RunningServer, fields: str, field: str, stream: bool
-) -> None:
+def test_numbers_without_json_are_refused(fake: RunningServer, fields: str, field: str, stream: bool) -> None:
     """The response repeats these fields."""
     body = f'{{"input": "Hi", "stream": {str(stream).lower()}, {fields}}}'
-    reply = tools.http.post(PATH, content=body, headers={"content-type": "application/json"})
+    reply = fake.http.post(PATH, content=body, headers={"content-type": "application/json"})
     assert error_of(reply)["param"].startswith(field)
 
 
 @pytest.mark.parametrize("choice", [{"type": "web_search"}, "required"])
-def test_choice_of_a_hosted_tool_is_auto(tools: RunningServer, choice: Any) -> None:
-    reply = post(tools, input="Hi", tools=[{"type": "web_search"}], tool_choice=choice)
+def test_choice_of_a_hosted_tool_is_auto(fake: RunningServer, choice: Any) -> None:
+    reply = post(fake, input="Hi", tools=[{"type": "web_search"}], tool_choice=choice)
     assert reply.status_code == 200, reply.text
     assert reply.headers["X-Foreword-Ignored-Fields"] == "tools[0].web_search, tool_choice"
     for other in ({"type": "web_search"}, {"type": ["web_search"]}):
-        assert post(tools, input="Hi", tools=[FUNCTION], tool_choice=other).status_code == 400
+        assert post(fake, input="Hi", tools=[FUNCTION], tool_choice=other).status_code == 400
 
 
-def test_tools_of_a_namespace(tools: RunningServer) -> None:
+def test_tools_of_a_namespace(fake: RunningServer) -> None:
     space = {"type": "namespace", "name": "shop", "description": "A shop", "tools": [FUNCTION]}
-    tools.set_output(FakeOutput(CALL_TEXT.replace("price", "shop.price")))
-    response = create(tools, input="Hi", tools=[space])
+    fake.set_output(FakeOutput(CALL_TEXT.replace("price", "shop.price")))
+    response = create(fake, input="Hi", tools=[space])
     (call,) = response["output"]
     assert (call["namespace"], call["name"]) == ("shop", "price")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "125"}
-    create(tools, input=[{"role": "user", "content": "Hi"}, call, output], tools=[space])
-    assert '"name": "shop.price"' in prompt_of(tools)
+    create(fake, input=[{"role": "user", "content": "Hi"}, call, output], tools=[space])
+    assert '"name": "shop.price"' in prompt_of(fake)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +511,6 @@ def test_tools_of_a_namespace(tools: RunningServer) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", "the name of tools[0] too"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "letters, digits"),
         (
             {"tools": [{**FUNCTION, "parameters": {"type": "string"}}]},
             "tools[0].parameters",
@@ -568,10 +521,8 @@ def test_tools_of_a_namespace(tools: RunningServer) -> None:
             "tools[0].tools[0].type",
             "must be function or custom",
         ),
-        ({"tools": [FUNCTION] * 513}, "tools", "at most 512"),
         ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format", '"lark" or "regex"'),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tool_choice": {"type": "function", "name": "g"}, "tools": [FUNCTION]}, "tool_choice", "'g'"),
         ({"tool_choice": {"type": "file_search"}, "tools": [FUNCTION]}, "tool_choice", "must be"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be one of none"),
         ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "at least 0"),
@@ -592,40 +543,38 @@ def test_tools_of_a_namespace(tools: RunningServer) -> None:
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0]", "form of Messages; this API takes"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", "cannot both"),
         ({"messages": [{"role": "user"}]}, "messages", "use input"),
-        ({"inputs": "Hi"}, "inputs", "did you mean 'input'?"),
-        ({"model": "other"}, "model", "does not exist"),
     ],
 )
 def test_bad_fields_are_refused_by_name(
-    tools: RunningServer, fields: dict[str, Any], param: str, text: str
+    fake: RunningServer, fields: dict[str, Any], param: str, text: str
 ) -> None:
-    error = error_of(post(tools, **{"input": "Hi", **fields}), 404 if param == "model" else 400)
+    error = error_of(post(fake, **{"input": "Hi", **fields}))
     assert error["param"] == param and text in error["message"], error
 
 
-def test_keywords_of_strict_tools_are_refused_by_name(tools: RunningServer) -> None:
+def test_keywords_of_strict_tools_are_refused_by_name(fake: RunningServer) -> None:
     schema = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     tool = {"type": "function", "name": "f", "parameters": schema}
-    error = error_of(post(tools, input="Hi", tools=[{"type": "web_search"}, {**tool, "strict": True}]))
+    error = error_of(post(fake, input="Hi", tools=[{"type": "web_search"}, {**tool, "strict": True}]))
     assert error["param"] == "tools[1].parameters" and "not" in error["message"], error
-    assert post(tools, input="Hi", tools=[tool]).status_code == 200
+    assert post(fake, input="Hi", tools=[tool]).status_code == 200
 
 
 # The store
 
 
-def test_conversation_continues_by_the_response_id(tools: RunningServer) -> None:
-    tools.set_output(FakeOutput(f"<think>\nhm\n</think>\n\n{CALL_TEXT}"))
-    first = create(tools, input="Price?", tools=[FUNCTION], instructions="First instructions")
+def test_conversation_continues_by_the_response_id(fake: RunningServer) -> None:
+    fake.set_output(FakeOutput(f"<think>\nhm\n</think>\n\n{CALL_TEXT}"))
+    first = create(fake, input="Price?", tools=[FUNCTION], instructions="First instructions")
     output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "125"}
-    tools.set_output(FakeOutput("125 euro"))
-    second = create(tools, input=[output], previous_response_id=first["id"], tools=[FUNCTION])
-    by_id = prompt_of(tools)
+    fake.set_output(FakeOutput("125 euro"))
+    second = create(fake, input=[output], previous_response_id=first["id"], tools=[FUNCTION])
+    by_id = prompt_of(fake)
     assert second["previous_response_id"] == first["id"] and "First instructions" not in by_id
-    create(tools, input=[{"role": "user", "content": "Price?"}, *first["output"], output], tools=[FUNCTION])
-    assert prompt_of(tools) == by_id
-    create(tools, input="Thanks", previous_response_id=second["id"])
-    assert "125 euro" in prompt_of(tools) and prompt_of(tools).count("Price?") == 1
+    create(fake, input=[{"role": "user", "content": "Price?"}, *first["output"], output], tools=[FUNCTION])
+    assert prompt_of(fake) == by_id
+    create(fake, input="Thanks", previous_response_id=second["id"])
+    assert "125 euro" in prompt_of(fake) and prompt_of(fake).count("Price?") == 1
 
 
 def test_stored_response_is_read_and_deleted(served: RunningServer) -> None:
@@ -713,12 +662,12 @@ def test_nothing_is_left_of_responses_that_do_not_end(served: RunningServer) -> 
 # Other routes and clients
 
 
-def test_input_tokens_are_those_of_the_request(tools: RunningServer) -> None:
+def test_input_tokens_are_those_of_the_request(fake: RunningServer) -> None:
     body: dict[str, Any] = {"input": "Hi", "instructions": "I", "tools": [FUNCTION]}
-    response = create(tools, **body)
-    count = tools.openai.responses.input_tokens.count(**body)
+    response = create(fake, **body)
+    count = fake.openai.responses.input_tokens.count(**body)
     assert count.input_tokens == response["usage"]["input_tokens"] > 20
-    more = tools.http.post(
+    more = fake.http.post(
         f"{PATH}/input_tokens", json={"input": "More", "previous_response_id": response["id"]}
     )
     assert more.json()["object"] == "response.input_tokens" and more.json()["input_tokens"] > 20
@@ -846,9 +795,9 @@ def codex(server: RunningServer, **changes: Any) -> CodexReader:
     return reader
 
 
-def test_codex_runs_its_loop(tools: RunningServer) -> None:
-    tools.set_output(FakeOutput(f"<think>\nhm\n</think>\n\n{CALL_TEXT}\n{PATCH_TEXT}", (5,)))
-    first = codex(tools)
+def test_codex_runs_its_loop(fake: RunningServer) -> None:
+    fake.set_output(FakeOutput(f"<think>\nhm\n</think>\n\n{CALL_TEXT}\n{PATCH_TEXT}", (5,)))
+    first = codex(fake)
     assert [item["type"] for item in first.items] == ["reasoning", "function_call", "custom_tool_call"]
     assert first.reasoning[0].strip() == "hm" and first.usage is not None
     # Codex sends the items back without their content, and results after them.
@@ -857,26 +806,15 @@ def test_codex_runs_its_loop(tools: RunningServer) -> None:
         {"type": "function_call_output", "call_id": first.items[1]["call_id"], "output": "125"},
         {"type": "custom_tool_call_output", "call_id": first.items[2]["call_id"], "output": "Done"},
     ]
-    tools.set_output(FakeOutput("It is 125.", (5,)))
-    second = codex(tools, input=[*CODEX_REQUEST["input"], *sent, *results])
+    fake.set_output(FakeOutput("It is 125.", (5,)))
+    second = codex(fake, input=[*CODEX_REQUEST["input"], *sent, *results])
     assert second.text == "It is 125." and [item["type"] for item in second.items] == ["message"]
-    prompt = prompt_of(tools)
+    prompt = prompt_of(fake)
     assert "<think>\nhm" in prompt and "Sandbox: on" in prompt and "mcp__docs.find" in prompt
-    tools.set_output(FakeOutput("Hello", fail_after=2))
-    assert codex(tools).error == "server_error"
-    error = error_of(tools.http.post(PATH, json={**CODEX_REQUEST, "instructions": "x" * 5000}))
+    fake.set_output(FakeOutput("Hello", fail_after=2))
+    assert codex(fake).error == "server_error"
+    error = error_of(fake.http.post(PATH, json={**CODEX_REQUEST, "instructions": "x" * 5000}))
     assert error["code"] == "context_length_exceeded"
-
-
-def test_events_are_the_clients_own_types(tools: RunningServer) -> None:
-    """The client builds events without validation; here its types take them in full."""
-    tools.set_output(FakeOutput(f"Hi {CALL_TEXT}", (3,)))
-    stream = tools.openai.responses.create(model=MODEL, input="Hi", tools=[FUNCTION], stream=True)  # type: ignore[list-item]
-    kinds = set()
-    for event in stream:
-        check_event(event.to_dict())
-        kinds.add(event.type)
-    assert "response.function_call_arguments.done" in kinds and "response.completed" in kinds
 
 
 def test_missing_response_through_the_client(served: RunningServer) -> None:
@@ -894,8 +832,10 @@ def test_encrypted_content_is_versioned_base64() -> None:
 
 def test_error_names_the_item_of_a_message() -> None:
     conversation = ItemConversation(takes_images=False)
-    conversation.add_system("I", "instructions")
-    conversation.add([("input[4]", {"type": "message", "role": "user", "content": []})])
+    conversation.add_instructions("I")
+    conversation.add(
+        [("input[4]", {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]})]
+    )
     conversation.finish()
     with (
         pytest.raises(InvalidRequest, match=r"^input\[4\] is wrong") as caught,
@@ -903,3 +843,30 @@ def test_error_names_the_item_of_a_message() -> None:
     ):
         raise InvalidRequest("messages[1].content is wrong", "messages[1].content")
     assert caught.value.param == "input[4]"
+
+
+LOOP: dict[str, Any] = {
+    "tools": [{"type": "function", **WEATHER["function"]}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "temperature": 0.8,
+    "seed": 3,
+    "max_output_tokens": 200,
+    "reasoning": {"effort": "none"},
+}
+
+
+def test_tool_loop_with_and_without_the_store(hermes: RunningServer) -> None:
+    """Each turn's prompt is the same by previous_response_id and by the whole history, and it is cached."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Bonn?"}]
+    new, previous_id = items, None
+    for turn in range(3):
+        stored = create(hermes, **LOOP, input=new, previous_response_id=previous_id)
+        whole = create(hermes, **LOOP, input=items, store=False)
+        assert whole["usage"]["input_tokens"] == stored["usage"]["input_tokens"]
+        assert without_ids(whole)["output"] == without_ids(stored)["output"]
+        assert turn == 0 or stored["usage"]["input_tokens_details"]["cached_tokens"] > 0
+        kind, call_id = stored["output"][-1]["type"], stored["output"][-1]["call_id"]
+        new = [{"type": f"{kind}_output", "call_id": call_id, "output": "12 degrees"}]
+        items = [*items, *stored["output"], *new]
+        previous_id = stored["id"]
