@@ -75,9 +75,9 @@ class _Prompt:
     """A tokenized prompt."""
 
     text: str | None  # None if the prompt was token ids
-    token_ids: Sequence[int]  # with one placeholder per image
+    token_ids: Sequence[int]  # one placeholder per image
     images: Sequence[ImageSource] = ()
-    task: ChatTask | None = None  # of a conversation
+    task: ChatTask | None = None  # the conversation; None: a plain prompt
 
 
 @dataclass(slots=True)

@@ -15,16 +15,16 @@ class CompletionOutput:
     """One choice."""
 
     index: int
-    text: str  # of chat the content, without reasoning and calls
+    text: str  # chat: the content, without reasoning and calls
     token_ids: tuple[int, ...]
     finish_reason: str  # "stop", "length", "repetition", or "tool_calls" of an answer with complete calls
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...] | None  # one per token if requested
     seed: int  # a request with n = 1 and this seed reproduces the choice
-    metrics: AnswerMetrics | None  # as `"metrics": true` returns from the server
-    logits_hashes: tuple[int, ...] = ()  # of the raw logits, one per token, in test mode
-    reasoning: str = ""  # of chat
-    tool_calls: tuple[ToolCall, ...] = ()  # of chat
+    metrics: AnswerMetrics | None  # the fields that `"metrics": true` returns over HTTP
+    logits_hashes: tuple[int, ...] = ()  # hash of the raw logits per token, in test mode
+    reasoning: str = ""  # chat only
+    tool_calls: tuple[ToolCall, ...] = ()  # chat only
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
-    metrics: AnswerMetrics | None = None  # of all choices together
+    metrics: AnswerMetrics | None = None  # all choices together
 
     @property
     def text(self) -> str:
@@ -77,8 +77,8 @@ class StreamPiece:
 
     text: str
     is_draft: bool  # a drafter proposed it
-    finish_reason: str | None = None  # of the last piece, which has no text
-    metrics: AnswerMetrics | None = None  # of the last piece
-    event: ChatEvent | None = None  # with tools: what the piece is part of; the text is the event's
-    drafter: str = ""  # of a draft token
+    finish_reason: str | None = None  # last piece only, which has no text
+    metrics: AnswerMetrics | None = None  # last piece only
+    event: ChatEvent | None = None  # tools only: the event that the piece belongs to
+    drafter: str = ""  # drafter of a draft token
     confidence: float | None = None  # the drafter's probability of the token, if it has one

@@ -29,7 +29,7 @@ SUPPORTED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "
 class BatchLine:
     """A valid request."""
 
-    line_number: int  # from 1
+    line_number: int  # 1-based
     custom_id: str
     url: str
     body: Mapping[str, Any]

@@ -46,7 +46,7 @@ from foreword.server.http.request_log import open_request_log
 
 SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when
-MAX_RETRY_AFTER_S = 120.0  # of a server that says when
+MAX_RETRY_AFTER_S = 120.0  # limit of Retry-After
 WAIT_NOTICE_S = 30.0  # between two lines that say that requests wait
 RETRIED = (429, 502, 503, 504)  # the server, or the proxy before it, cannot answer now
 REMOTE_CONCURRENCY = 64
@@ -58,7 +58,7 @@ class BatchSummary:
     done: int = 0  # answered by an earlier run
     ok: int = 0
     failed: int = 0
-    retries: int = 0  # of requests that the server could not answer when they came
+    retries: int = 0  # requests that a busy server was sent again
     prompt_tokens: int = 0
     generated_tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)

@@ -35,21 +35,21 @@ from foreword.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 DEFAULT_PARAMS = SamplingParams()
-MAX_MARKER_TOKENS = 64  # at the end of a prompt, where a marker of several tokens may open the reasoning
+MAX_MARKER_TOKENS = 64  # length of the prompt's end that is searched for a marker of several tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
     """A conversation to continue."""
 
-    messages: Sequence[Mapping[str, Any]]  # for chat templates: OpenAI's chat form
+    messages: Sequence[Mapping[str, Any]]  # OpenAI's chat form, as chat templates read it
     params: SamplingParams = DEFAULT_PARAMS  # `structured` constrains the content
     tools: ToolUse = NO_TOOLS
     reasoning: ReasoningOptions = DEFAULT_REASONING
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of ChatTemplate.render()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of ChatTemplate.render()
     add_special_tokens: bool = False  # templates write special tokens themselves
     separate_reasoning: bool = True  # reasoning and calls are separated from content
-    call_id_prefix: str = "call_"  # before 24 hexadecimal digits, unless the model writes ids
+    call_id_prefix: str = "call_"  # start of ids that the model does not write, before 24 hexadecimal digits
     prompt_only: bool = False  # compute the prompt and return no token
 
     @property
@@ -97,7 +97,7 @@ class Parsing:
     tools: ToolUse
     starts_in_reasoning: bool
     call_id_prefix: str
-    drops_space: bool | None  # as in ChatParser
+    drops_space: bool | None  # see ChatParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ChatInputProcessor:
         fmt = self.detection.format  # how the model writes reasoning and calls
         self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
         self._replay = None if self.format is None else AnswerTokenCache(tokenizer, self.format)
-        self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
+        self.placeholder_id = None if processor is None else processor.placeholder_id  # image token
         self.max_images = max_images
         self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"
         self._tokenizer = tokenizer

@@ -15,7 +15,7 @@ from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.tokenizer.tokenizer import Tokenizer
 
-RANDOM_SEED = -1  # as llama-server's clients send it
+RANDOM_SEED = -1  # llama-server's clients send it
 NO_SAMPLING_PARAMS = SamplingParams()
 
 

@@ -143,7 +143,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     A call or result without an id gets one. Raises InvalidRequest for arguments that are no JSON object, and
     for a result that belongs to no call before it; the error names the field.
     """
-    names: dict[str, str] = {}  # of called functions, by the id of the call
+    names: dict[str, str] = {}  # called functions by the id of the call
     open_ids: dict[str, None] = {}  # calls without a result so far, in order
     converted: list[dict[str, Any]] = []
     for index, given in enumerate(messages):
@@ -209,7 +209,7 @@ def one_call_per_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     For templates that take one call alone. Reasoning stays with the first turn.
     """
     split: list[dict[str, Any]] = []
-    results: dict[str, dict[str, Any]] = {}  # of the last turn's calls, moved behind them
+    results: dict[str, dict[str, Any]] = {}  # results of the last turn's calls, moved behind them
     for index, message in enumerate(messages):
         if message.get("role") == "tool":
             split += [] if message["tool_call_id"] in results else [dict(message)]
@@ -244,7 +244,7 @@ def to_plain_tool_messages(
     keep_results  the template renders results; otherwise they become messages of the user
     """
     plain: list[dict[str, Any]] = []
-    contents: list[list[str | list[Any]]] = []  # of each message; several of results in a row
+    contents: list[list[str | list[Any]]] = []  # contents of each message; several results in a row share one
     follows_result, num_calls = False, 0
     for message in messages:
         calls = [

@@ -15,26 +15,26 @@ from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.stop_strings import StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
 
-Place = tuple[int, int | None]  # of a token: `offset` and `content_group` of TokenLogprobText
-NO_TOKEN = -1  # for a text that no token has: an unfinished character at the end
+Place = tuple[int, int | None]  # `offset` and `content_group` of TokenLogprobText
+NO_TOKEN = -1  # id of a text without a token: an unfinished character at the end
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobText:
     """A token with its log-probabilities, for API responses."""
 
-    text: str  # of the token alone, U+FFFD for part of a character
+    text: str  # the token alone; U+FFFD for part of a character
     raw: bytes
-    offset: int  # in the answer's text
+    offset: int  # position in the answer's text
     logprob: TokenLogprob
-    content_group: int | None = 0  # of content without reasoning or calls between; None: no content
+    content_group: int | None = 0  # index of the content between reasoning and calls; None: no content
 
 
 class TokenPiece(NamedTuple):
     """The text, or a part of it, that one token adds to the events."""
 
     text: str
-    drafter: str = ""  # of an accepted draft token
+    drafter: str = ""  # drafter of an accepted draft token
     confidence: float | None = None  # the drafter's probability of the token, if it has one
 
     @property
@@ -50,8 +50,8 @@ class OutputDelta:
     """The part of an answer that one event adds."""
 
     text: str  # content, released by the stop string search
-    event: TokenEvent  # after the cut
-    finish_reason: str | None = None  # of ChoiceOutput, at the end of the answer
+    event: TokenEvent  # the event, cut at a stop string
+    finish_reason: str | None = None  # ChoiceOutput's, at the end of the answer
     stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids`
     hit_stop_string: bool = False  # the caller must call client.finish(request_id, answer.num_tokens)
     logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested

@@ -54,10 +54,6 @@ class Answer:
     num_tokens: int = -1  # -1: not compared
     num_reasoning_tokens: int = -1
 
-    def says(self) -> Answer:
-        """Without counts."""
-        return Answer(self.content, self.reasoning, self.calls, self.end)
-
 
 class Wire:
     """Bodies and answers of one API."""
@@ -113,13 +109,17 @@ class ChatWire(Wire):
         text = http.post(self.path, json=body).text
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
         assert lines[-1] == "[DONE]", text
+        stop_reason = None
         for line in lines[:-1]:
             chunk = ChatCompletionChunk.model_validate_json(line)
             for choice in chunk.choices:
+                stop_reason = (choice.model_extra or {}).get("stop_reason")  # not accumulated
                 shown = choice.delta.model_dump(exclude_none=True, exclude={"role", "reasoning"})
                 assert len(shown) <= 1, "a chunk has one kind of text"
             state.handle_chunk(chunk)
-        return self.read(state.current_completion_snapshot.model_dump(exclude_none=True))
+        body = state.current_completion_snapshot.model_dump(exclude_none=True)
+        body["choices"][0]["stop_reason"] = stop_reason
+        return self.read(body)
 
     def read(self, body: Any) -> Answer:
         (choice,) = body["choices"]

@@ -37,7 +37,7 @@ class EngineEmbedder:
 
     def __init__(self, client: EngineClient, resolved: ResolvedConfig, queue_timeout_s: float) -> None:
         self._client = client
-        self._queue_timeout_s = queue_timeout_s  # for the first step of each text; 0: no limit
+        self._queue_timeout_s = queue_timeout_s  # limit until the first step of each text; 0: none
         self._max_tokens = PREFETCH_STEPS * resolved.max_num_batched_tokens
         self._max_requests = max(resolved.max_num_seqs // 2, 1)
         self._inflight: dict[asyncio.Task[bytes], int] = {}  # tokens by task
@@ -92,8 +92,8 @@ class TokenizeOptions:
 class Embedder(Protocol):
     """A model that embeds texts."""
 
-    name: str  # in the API
-    max_tokens: int  # of one input
+    name: str  # name in the API
+    max_tokens: int  # limit of one input
     vocab_size: int
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
@@ -206,8 +206,8 @@ def tokenize_inputs(
 class Scorer(Protocol):
     """Scores pairs of texts: tokenize() first, which may be slow, then score()."""
 
-    name: str  # in the API
-    num_tokens: int  # of all texts
+    name: str  # name in the API
+    num_tokens: int  # sum over all texts
 
     def tokenize(
         self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None

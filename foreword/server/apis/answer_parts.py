@@ -29,7 +29,7 @@ class AnswerParts(ABC, Generic[T]):
     reasoning_kind = "reasoning"
 
     def __init__(self) -> None:
-        self.kind = ""  # of the open part; "" without one
+        self.kind = ""  # kind of the open part; "" without one
         self.held = ""  # whitespace that may become a text
 
     @abstractmethod

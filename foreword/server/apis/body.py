@@ -17,7 +17,7 @@ from foreword.server.http.responses import REQUEST_ID_PATTERN
 
 REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
 MAX_SALT_CHARS = 1024
-MAX_OBJECTS = 1 << 15  # in a list: validating one takes some 20 us of the event loop
+MAX_OBJECTS = 1 << 15  # most objects of a list: each takes some 20 us to validate
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
 

@@ -28,7 +28,7 @@ class ResponseHeader:
     created: int
     model: str
     system_fingerprint: str
-    seed: int  # of the first choice; the same request with it gives the same answer
+    seed: int  # first choice's; the same request with it gives the same answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class ResponseOptions:
     prompt_logprobs: bool = False
     metrics: bool = False
     token_ids: bool = False
-    tokens_as_ids: bool = False  # in logprobs
+    tokens_as_ids: bool = False  # logprobs name tokens by id
     usage: bool = False  # a last chunk with usage, in a stream
     continuous_usage: bool = False  # usage of a chunk's choice so far, in every chunk
     prediction: bool = False  # accepted and rejected prediction tokens, in usage
-    reasoning: bool = True  # in chat
+    reasoning: bool = True  # chat shows the reasoning
 
 
 class ChoicesWriter(ABC):
@@ -70,7 +70,7 @@ class ChoicesWriter(ABC):
         self._num_running = len(self.outputs)  # choices whose last chunk is not written
         self._num_streamed: Counter[int] = Counter()  # tokens of the chunks so far, by choice
         self._started: set[int] = set()
-        self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
+        self._accepted_drafts: Counter[int] = Counter()  # number not yet in a chunk, by choice
         per_token = (options.logprobs, options.token_ids, options.metrics, options.continuous_usage)
         self._has_repeated_events = not any(per_token)
         self._event_parts: dict[Hashable, list[bytes]] = {}  # around a text, by choice and kind of text

@@ -38,7 +38,7 @@ class ConversationBuilder:
         self.messages: list[dict[str, Any]] = []  # their contents are lists of parts until finish()
         self.origins: list[str] = []  # the field that errors name, for each message
         self._field = field
-        self._images: list[Part] = []  # of results, not yet in a message
+        self._images: list[Part] = []  # results' images, not yet in a message
 
     @property
     def last_role(self) -> str | None:

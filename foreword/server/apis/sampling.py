@@ -23,7 +23,7 @@ PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 class StreamOptions(StrictModel):
     peer_fields: ClassVar[Mapping[str, IgnoredField]] = STREAM_OPTIONS
     include_usage: bool | None = None  # a last chunk with usage and no choices
-    continuous_usage_stats: bool | None = None  # with include_usage: usage so far, in every chunk
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk; needs include_usage
 
 
 class SpeculationBody(StrictModel):
@@ -106,7 +106,7 @@ class SamplingBody(StructuredBody, RequestBody):
     prediction: PredictionBody | None = None
     metrics: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in logprobs: "token_id:42" in place of texts
+    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:42"
 
     @property
     def wants_usage(self) -> bool:

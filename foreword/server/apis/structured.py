@@ -32,7 +32,7 @@ FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
 class SchemaHolder(StrictModel):
     """An object whose `schema` clients write elsewhere: they are told its place."""
 
-    schema_form: ClassVar[str]  # of the object
+    schema_form: ClassVar[str]  # the object as the API takes it
 
     @model_validator(mode="before")
     @classmethod

@@ -9,8 +9,8 @@ from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.server.apis.body import StrictModel
 
-MAX_ARGUMENTS_CHARS: Final = 1 << 20  # of one call in the history
-TOOL_FORMS: Final = {  # by API
+MAX_ARGUMENTS_CHARS: Final = 1 << 20  # limit of one call in the history
+TOOL_FORMS: Final = {  # form of a tool, by API
     "chat": '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
     "Messages": '{"name": ..., "description": ..., "input_schema": ...}',
     "Responses": '{"type": "function", "name": ..., "description": ..., "parameters": ...}',

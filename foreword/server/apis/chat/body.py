@@ -83,8 +83,8 @@ class Message(StrictModel):
     role: str
     content: MessageContent = None
     name: str | None = None
-    refusal: str | None = None  # in place of the content
-    reasoning: str | None = None  # of an assistant's message, before its content: vLLM, Ollama, OpenRouter
+    refusal: str | None = None  # replaces the content
+    reasoning: str | None = None  # precedes the assistant's content: vLLM, Ollama, OpenRouter
     reasoning_content: str | None = None  # its other name; the first that is not empty counts
     thinking: str | None = None
     tool_calls: list[ToolCallBody] | None = None

@@ -37,7 +37,7 @@ class MessageBody(StrictModel):
 
 class ThinkingBody(StrictModel):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None  # of type "enabled"
+    budget_tokens: int | None = None  # required with type "enabled"
     display: Literal["summarized", "omitted"] | None = None  # omitted: the signature holds the text
 
 
@@ -55,7 +55,7 @@ class OutputConfigBody(StrictModel):
 
 class ToolChoiceBody(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of type "tool"
+    name: str | None = None  # required with type "tool"
     disable_parallel_tool_use: bool | None = None
 
 
@@ -112,7 +112,7 @@ class ConversationBody(StrictModel):
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def constraint(self) -> Constraint:
-        """Of the answer's text. Raises InvalidRequest for two."""
+        """The constraint on the answer's text. Raises InvalidRequest for two."""
         config = self.output_config
         newer, older = config.format if config else None, self.output_format
         if newer is not None and older is not None:

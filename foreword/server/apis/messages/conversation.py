@@ -24,7 +24,7 @@ from foreword.server.apis.conversation import (
 BILLING_HEADER = "x-anthropic-billing-header:"
 REMINDER = "<system-reminder>"  # starts the texts that Claude Code itself adds to a user's turn
 OMITTED_THINKING = "text:"  # starts the signature that holds the text of omitted thinking
-ERROR_WORD_CHARS = 40  # at the start of a failed result, in which it calls itself an error
+ERROR_WORD_CHARS = 40  # length of the start of a failed result that may say "error"
 ROLES = ("user", "assistant", "system")
 # Blocks that Anthropic's own servers add to an assistant's message, also in a history of theirs.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "fallback", "redacted_thinking")

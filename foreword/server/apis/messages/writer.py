@@ -35,8 +35,8 @@ class BlockEvents(AnswerParts[Event]):
         super().__init__()
         self._message_id = message_id
         self._omit_thinking = omit_thinking
-        self._index = -1  # of the last block
-        self._thinking: list[str] = []  # of the open block, if it is omitted
+        self._index = -1  # last block
+        self._thinking: list[str] = []  # omitted text of the open block
 
     def finish(self) -> Iterator[Event]:
         """End the last block; as of Anthropic, a call that the end of the answer cuts off has no end."""
@@ -111,7 +111,7 @@ class MessagesWriter:
         generation: Generation,
         message_id: str,
         model: str,  # name in the answer
-        scope: Mapping[str, Any],  # of the request
+        scope: Mapping[str, Any],  # request's ASGI scope
         omit_thinking: bool,
         metrics: bool,  # the request asks for `seed` and `metrics`
         prompt_only: bool,  # the answer is left out

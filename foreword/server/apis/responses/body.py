@@ -47,8 +47,8 @@ class FlatTool(StrictModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # true refuses what cannot be enforced; many clients leave it out
-    format: dict[str, Any] | None = None  # of a custom tool's input
-    tools: list[FlatTool] | None = None  # of a namespace
+    format: dict[str, Any] | None = None  # grammar of a custom tool's input
+    tools: list[FlatTool] | None = None  # members of a namespace
 
     def tool(self, field_name: str, namespace: str = "") -> tuple[str, Tool]:
         """The tool and its field. Raises InvalidRequest, Unsupported."""
@@ -228,7 +228,7 @@ class ResponsesBody(SamplingBody, ItemsBody):
 
     peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSES
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None  # of tools that the server runs: there are none
+    max_tool_calls: int | None = None  # no effect: it limits tools that a server runs
     top_logprobs: int | None = None
     include: list[str] | None = None
     store: bool | None = None

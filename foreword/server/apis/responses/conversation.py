@@ -13,7 +13,7 @@ class ItemConversation(ConversationBuilder):
 
     def __init__(self, takes_images: bool) -> None:
         super().__init__(takes_images, "input")
-        self._last_type = ""  # of the item before
+        self._last_type = ""  # type of the item before
 
     def add_instructions(self, text: str) -> None:
         self.add_system([text_part(text)], "instructions")

@@ -36,7 +36,7 @@ ID_PREFIXES: Mapping[str, str] = {
 REASONING_VERSION = "foreword-1:"  # starts the base64 of a reasoning
 
 Item = dict[str, Any]
-NamedItem = tuple[str, Item]  # with its field in the body
+NamedItem = tuple[str, Item]  # (field in the body, item)
 
 
 class InputItem(StrictModel):
@@ -47,7 +47,7 @@ class InputItem(StrictModel):
     type: str | None = None  # default: message, with a role
     id: str | None = None
     role: str | None = None
-    content: MessageContent = None  # of a message, or a list of reasoning_text parts
+    content: MessageContent = None  # a message's, or a list of reasoning_text parts
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None

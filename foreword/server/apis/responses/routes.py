@@ -31,7 +31,7 @@ from foreword.server.registry import ModelsDep, ServedModels
 from foreword.tokenizer.chat_processor import ChatTask
 
 T = TypeVar("T")
-DEFAULT_ROOM = 8  # with truncation: auto, an answer without max_output_tokens gets an 8th of the context
+DEFAULT_ROOM = 8  # truncation: auto leaves an 8th of the context to an answer without max_output_tokens
 
 router = APIRouter()
 
@@ -186,7 +186,7 @@ async def _resolve_references(
 ) -> list[NamedItem]:
     """The stored items in place of references to them. Raises ResponseNotFound."""
     resolved: list[NamedItem] = []
-    known: dict[str, Item] = {}  # of the responses that were read so far
+    known: dict[str, Item] = {}  # stored items by id
     for name, item in items:
         if item["type"] == "item_reference":
             if item["id"] not in known:

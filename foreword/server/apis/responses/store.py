@@ -11,8 +11,8 @@ from typing import Any
 from foreword.errors import ResponseNotFound
 from foreword.server.http.responses import json_bytes
 
-ENTRY_BYTES = 1024  # of Python objects per response, beside its JSON
-ITEM_BYTES = 256  # of Python objects per id of an item, beside its characters
+ENTRY_BYTES = 1024  # overhead of Python objects per response
+ITEM_BYTES = 256  # overhead of Python objects per id of an item
 MB = 1_000_000
 
 
@@ -22,7 +22,7 @@ class StoredResponse:
 
     previous_id: str | None
     input: bytes  # list of items
-    item_ids: tuple[str, ...]  # of the input, later of the output too
+    item_ids: tuple[str, ...]  # input's, later also the output's
     response: bytes = b""  # empty until it is complete
     used_s: float = 0.0
 

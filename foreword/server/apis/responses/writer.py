@@ -36,9 +36,9 @@ class _OpenItem:
     """The output item that is being written, which is the last one."""
 
     item: Item
-    head: bytes  # of its deltas' events, up to the text
+    head: bytes  # start of its delta events, up to the text
     place: dict[str, Any]  # fields of its events
-    content_group: int | None = None  # of the tokens with logprobs, see TokenLogprobText
+    content_group: int | None = None  # group of its tokens, as in TokenLogprobText
     texts: list[str] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
 
@@ -53,17 +53,17 @@ class ResponseItems(AnswerParts[bytes]):
         tools: ToolUse,
         namespaces: Mapping[str, tuple[str, str]],  # (namespace, name) by the name that the model calls
         includes_reasoning: bool,  # encrypted_content
-        names: TokenNames | None,  # of tokens, if the request asks for logprobs
+        names: TokenNames | None,  # how logprobs name tokens; None: no logprobs
     ) -> None:
         super().__init__()
         self.items: list[Item] = []
-        self.sequence_number = 0  # of the next event
+        self.sequence_number = 0  # next event's
         self._tools = tools
         self._namespaces = namespaces
         self._includes_reasoning = includes_reasoning
         self._names = names
         self._open: _OpenItem | None = None
-        self._logprobs: deque[TokenLogprobText] = deque()  # of tokens whose text is not written yet
+        self._logprobs: deque[TokenLogprobText] = deque()  # tokens whose text is not written yet
 
     def make_event(self, event_type: str, **fields: Any) -> bytes:
         """One event with the next sequence number."""
@@ -166,7 +166,7 @@ class ResponseItems(AnswerParts[bytes]):
             for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group)
         ]
         for group, spelled in groups:
-            known = spelled.rstrip("\ufffd")  # without an unfinished character
+            known = spelled.rstrip("\ufffd")  # an unfinished character is dropped
             if known and (start.startswith(known) or spelled.startswith(start)):
                 return group
         return groups[0][0] if len(groups) == 1 else None
@@ -211,7 +211,7 @@ class ResponsesWriter:
         self,
         server: LoadedModel,
         generation: Generation,
-        fields: Mapping[str, Any],  # of the response that are known before the answer
+        fields: Mapping[str, Any],  # fields of the response that are known before the answer
         items: ResponseItems,
         metrics: bool,
         on_complete: Callable[[Mapping[str, Any]], None],  # called with the whole response

@@ -1,14 +1,13 @@
 """/v1/chat/completions with a fake engine."""
 
-from typing import Any, get_args
+from typing import Any
 
 import openai
 import pytest
-from openai.types.shared.reasoning_effort import ReasoningEffort
 
 from foreword.core.request import Request
-from tests.server.conftest import RunningServer, run_server
-from tests.support.fakes import END, EOS, START, FakeOutput, byte_tokenizer
+from tests.server.conftest import RunningServer
+from tests.support.fakes import END, EOS, START, FakeOutput
 
 BURSTS = [(1,), (3,), (2, 5, 1), (64,)]
 
@@ -218,13 +217,6 @@ def test_stop_string_across_steps(served: RunningServer, bursts: tuple[int, ...]
     assert served.client.finished == [(served.client.submitted[0].id, 8)]
 
 
-def test_include_stop_string(served: RunningServer) -> None:
-    served.set_output(FakeOutput("one STOP two", (5,)))
-    assert (
-        served.chat(stop=["STOP"], include_stop_str_in_output=True).choices[0].message.content == "one STOP"
-    )
-
-
 def test_logprobs(served: RunningServer) -> None:
     served.set_output(FakeOutput("hé", (2,)))
     content = served.chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -297,158 +289,11 @@ def test_chunks_without_continuous_usage(served: RunningServer, options: dict[st
     assert [chunk for chunk in chunks if chunk.usage] == [chunk for chunk in chunks if not chunk.choices]
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
 @pytest.mark.parametrize("fields", [{"tools": [], "tool_choice": "auto"}, {"parallel_tool_calls": False}])
 def test_fields_without_tools_change_nothing(served: RunningServer, fields: dict[str, Any]) -> None:
     assert served.chat(**fields).choices[0].message.content == "Hello world"
     served.chat()
     assert served.client.submitted[0].prompt_ids == served.client.submitted[1].prompt_ids
-
-
-@pytest.mark.parametrize("fields", [{"tools": [TOOL]}, {"functions": [TOOL["function"]]}])
-def test_tools_are_described_to_a_template_without_them(
-    served: RunningServer, fields: dict[str, Any]
-) -> None:
-    """Also where none may be called: the cached prefix stays the same."""
-    none = {"function_call" if "functions" in fields else "tool_choice": "none"}
-    for extra in ({}, none):
-        assert served.chat(**fields, **extra).choices[0].message.content == "Hello world"
-    first, second = served.client.submitted
-    assert first.prompt_ids == second.prompt_ids and '"name": "weather"' in prompt_of(served)
-
-
-CALLS = [
-    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
-    {"id": "call_2", "type": "function", "function": {"name": "time", "arguments": "{}"}},
-]
-TOOL_HISTORY = [
-    {"role": "user", "content": "U"},
-    {"role": "assistant", "content": None, "tool_calls": CALLS},
-    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "noon"}]},
-    {"role": "user", "content": "And?"},
-]
-TOOL_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}|{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "|{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "{% endfor %}"
-    "{% if m.tool_call_id %}|{{ m.tool_call_id }}{% endif %}"
-    "{% if m.name %}|{{ m.name }}{% endif %}]"
-    "{% endfor %}"
-)
-
-
-def prompt_of(served: RunningServer) -> str:
-    return bytes(token for token in served.client.submitted[-1].prompt_ids if token < 256).decode()
-
-
-def test_template_renders_tool_calls() -> None:
-    with run_server(tokenizer=byte_tokenizer(TOOL_TEMPLATE)) as server:
-        server.chat(messages=TOOL_HISTORY)
-        assert prompt_of(server) == (
-            '[user|U][assistant||call_1 weather {"city": "Köln"}|call_2 time {}]'
-            "[tool|rain|call_1|weather][tool|noon|call_2|time][user|And?]"
-        )
-        call = {"name": "weather", "arguments": "{}"}
-        server.chat(
-            messages=[
-                {"role": "assistant", "content": "", "function_call": call},
-                {"role": "function", "name": "weather", "content": "rain"},
-            ]
-        )
-        assert prompt_of(server) == "[assistant||weather weather {}][tool|rain|weather|weather]"
-
-
-def test_template_without_tools_gets_their_text(served: RunningServer) -> None:
-    """ChatML drops the calls, so calls and results become plain text."""
-    served.chat(messages=TOOL_HISTORY)
-    assert prompt_of(served) == (
-        'user\nU\nassistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n'
-        "user\nResult of weather:\nrain\nResult of time:\nnoon\nuser\nAnd?\nassistant\n"
-    )
-
-
-def test_template_that_refuses_tools_gets_their_text() -> None:
-    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    with run_server(
-        tokenizer=byte_tokenizer(strict + "[{{ m.role }}|{{ m.content }}]{% endfor %}")
-    ) as server:
-        server.chat(messages=TOOL_HISTORY[:3])
-        assert prompt_of(server).endswith("[user|Result of weather:\nrain]")
-
-
-CALL = {"function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
-RESULT = {"role": "tool", "content": "rain"}
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ({"content": None, "tool_calls": [CALL]}, '[weather {"city": "Bonn"}][rain]'),
-        ({"content": "Wait.", "tool_calls": [CALL]}, '[Wait.][weather {"city": "Bonn"}][rain]'),
-        ({"role": "user", "content": "Wait.", "tool_calls": [CALL]}, '[Wait.\n[weather {"city": "Bonn"}]'),
-    ],
-)
-def test_template_that_drops_some_of_a_tool_message_gets_the_rest(
-    message: dict[str, Any], expected: str
-) -> None:
-    """Llama's renders either a text or one call, as others do; others want arguments to be an object."""
-    template = (
-        "{% for m in messages %}[{% if m.role == 'assistant' and m.tool_calls %}"
-        "{% set call = m.tool_calls[0].function %}{% set unused = call.arguments.items() %}"
-        "{{ call.name }} {{ call.arguments | tojson }}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
-    )
-    with run_server(tokenizer=byte_tokenizer(template)) as server:
-        server.chat(messages=[{"role": "assistant", **message}, RESULT])
-        prompt = prompt_of(server)
-    assert prompt == expected + ("" if expected.endswith("[rain]") else "[Result of weather:\nrain]")
-
-
-def test_openai_answer_object_in_a_history(served: RunningServer) -> None:
-    answer = served.chat().choices[0].message
-    history = [{"role": "user", "content": "U"}, answer, answer.model_dump()]
-    served.chat(messages=[*history, {"role": "user", "content": "V"}])
-    assert prompt_of(served).count("Hello world") == 2
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
-        {"role": "assistant", "content": None, "refusal": "I cannot."},
-        {"role": "assistant", "content": [], "refusal": "I cannot."},
-    ],
-)
-def test_refusals_are_rendered(served: RunningServer, message: dict[str, Any]) -> None:
-    served.chat(messages=[{"role": "user", "content": "U"}, message, {"role": "user", "content": "V"}])
-    assert "assistant\nI cannot." in prompt_of(served)
-
-
-OTHER_EFFORTS = set(get_args(get_args(ReasoningEffort)[0])) - {"none"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"think": False}, "off"),
-        ({"think": True}, "on"),
-        ({"enable_thinking": False}, "off"),
-        ({"reasoning_effort": "none"}, "off"),
-        *(({"reasoning_effort": effort}, "on") for effort in sorted(OTHER_EFFORTS)),
-        ({"reasoning_effort": "none", "think": True}, "on"),
-        ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "on"),
-        ({}, "default"),
-    ],
-)
-def test_thinking_is_a_variable_of_the_template(fields: dict[str, Any], expected: str) -> None:
-    source = "{{ 'default' if enable_thinking is not defined else 'on' if enable_thinking else 'off' }}"
-    with run_server(tokenizer=byte_tokenizer(source)) as server:
-        server.chat(**fields)
-        assert prompt_of(server) == expected
 
 
 def test_metrics_of_one_choice(served: RunningServer) -> None:
