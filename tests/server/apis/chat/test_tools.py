@@ -37,7 +37,10 @@ def error_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
 def counters(server: RunningServer) -> dict[str, float]:
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     return {
-        sample.name: sample.value for family in families for sample in family.samples if not sample.labels
+        sample.name: sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.labels.keys() - {"model"}
     }
 
 
