@@ -91,7 +91,7 @@ FULL_ONLY = {
     "test_fake_cuda.py",
     "test_images.py",
     "test_load.py",
-    "tokenizer/test_vision_templates.py",
+    "tokenizer/test_chat_template_images.py",
     "ui",
 }
 

@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from dataclasses import replace
-from typing import Any
 
 import jsonschema
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from foreword.chat_formats.events import ReasoningText
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.tool_validation import Choice, check_tools, parse_choice
-from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse, WrittenCall
+from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, ToolUse
 from foreword.core.batch import SampleRow
 from foreword.core.request import RequestState
 from foreword.core.structured_output import StructuredOutput
@@ -24,7 +23,7 @@ from foreword.errors import InvalidRequest
 from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from tests.support.budget import examples
 from tests.support.grammar_walks import legal_ids
-from tests.support.tool_walks import CALL, NO_REASONING, OTHER_CALL, TOOLS, WEATHER, ToolCases, mask_ids
+from tests.support.tool_walks import CALL, OTHER_CALL, TOOLS, ToolCases, mask_ids
 
 NO_ARGUMENTS = {"type": "object", "maxProperties": 0}
 SEEDS = st.integers(0, 2**32)
@@ -350,133 +349,6 @@ def test_nothing_to_enforce(cases: ToolCases) -> None:
     assert none.structured is None
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "pythonic"])
-def test_keyword_that_cannot_be_enforced_is_dropped_unless_strict(cases: ToolCases, name: str) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
-    }
-    case = cases.get(name)
-    use = ToolUse((WEATHER, Tool("find", parameters=schema)), "required")
-    made = tool_constraint(case.bound, use, NO_REASONING, False, None)
-    assert made.dropped == ("tools[1].function.parameters/properties/ids: uniqueItems",)
-    assert made.structured is not None
-    assert case.accepts(made.structured, case.written(WrittenCall("find", {"ids": [1, 1]}, "000000001")))
-    strict = ToolUse((WEATHER, Tool("find", parameters=schema, strict=True)), "required")
-    with pytest.raises(InvalidRequest, match=r"tools\[1\]\.function\.parameters: .*'uniqueItems'") as caught:
-        tool_constraint(case.bound, strict, NO_REASONING, False, None)
-    assert caught.value.param == "tools[1].function.parameters"
-
-
-OTHERS = {
-    "type": "object",
-    "properties": {
-        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
-        "named": {"type": "object", "required": ["a"]},
-    },
-}
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "pythonic", "functiongemma"])
-def test_arguments_that_the_schema_does_not_name(cases: ToolCases, name: str) -> None:
-    case = cases.get(name)
-
-    def accepts(parameters: dict[str, object], arguments: dict[str, object]) -> bool:
-        structured = case.constraint(ToolUse((Tool("put", parameters=parameters),), "required"))
-        return case.accepts(structured, case.written(WrittenCall("put", arguments)))
-
-    assert accepts(OTHERS, {"map": {"b": 1, "c": 2}, "named": {"a": "x"}})
-    assert not accepts(OTHERS, {"map": {"b": "1"}})
-    assert not accepts(OTHERS, {"named": {}})
-    integers = {"type": "object", "additionalProperties": {"type": "integer"}}
-    assert accepts(integers, {"n": 1, "m": 2}) and not accepts(integers, {"n": 1, "m": [2]})
-    texts = {"type": "object", "additionalProperties": {"type": "string"}}
-    assert accepts(texts, {"n": "1"})
-    use = ToolUse((Tool("put", parameters=texts),))
-    parsed = case.parse(use, case.written(WrittenCall("put", {"n": "1"})))
-    assert parsed.json_calls == [("put", {"n": "1"})]
-
-
-UNIT = {"enum": ["c", "f"]}
-PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-# Schemas of an argument, values that they allow, and values that they do not.
-ARGUMENTS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
-    ({"$ref": "#/$defs/U"}, ["c"], ["x", None]),
-    ({"anyOf": [{"$ref": "#/$defs/U"}, {"type": "null"}]}, ["f", None], ["x"]),
-    ({"allOf": [{"$ref": "#/$defs/U"}]}, ["c"], ["x"]),
-    ({"anyOf": [{"$ref": "#/$defs/P"}, {"type": "string", "maxLength": 2}]}, ["ab", {"n": 1}], ["abc", {}]),
-    ({"anyOf": [{"type": "string", "minLength": 9}, {"type": "null"}]}, [9 * "x", None], ["x"]),
-    ({"type": ["string", "integer"], "maxLength": 2}, ["ab", 12345], ["abc"]),
-    ({"type": ["string", "null"]}, ["x", None], []),
-    ({"enum": ["a", 1, None]}, ["a", 1, None], []),
-    ({"anyOf": [{}, {"type": "null"}]}, ["x", -0.5, None, {"a": [1]}, True], []),
-    ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, ["x", [1]], []),
-    ({"type": "string"}, ["1", "null", "[1]", "\x00'\"\\"], []),
-]
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "deepseek-v3.2", "minimax-m2", "lfm2"])
-def test_values_of_an_argument(cases: ToolCases, name: str) -> None:
-    case = cases.get(name)
-    for schema, good, bad in ARGUMENTS:
-        if bad and name == "lfm2":  # enforces no lengths of strings
-            continue
-        parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"U": UNIT, "P": PERSON}}
-        use = ToolUse((Tool("put", parameters=parameters),), "required")
-        for value in (*good, *bad):
-            text = case.written(WrittenCall("put", {"x": value}))
-            assert case.accepts(case.constraint(use), text) == (value in good), text
-            parsed = case.parse(use, text)
-            assert value in bad or parsed.json_calls == [("put", {"x": value})]
-
-
-@IN_EACH_FORMAT
-def test_custom_input_that_reads_as_a_number(cases: ToolCases, name: str) -> None:
-    case = cases.get(name)
-    use = ToolUse((Tool("run", is_custom=True),), "required")
-    for text in ("1", "null", "[1]", "True"):
-        answer = case.written(WrittenCall("run", {"input": text}, "000000001"))
-        assert case.accepts(case.constraint(use), answer)
-        assert case.parse(use, answer).calls == [("run", text)]
-
-
-@pytest.mark.parametrize("name", ["qwen3-coder", "pythonic"])
-def test_keyword_of_all_arguments_is_dropped_unless_strict(cases: ToolCases, name: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
-    bound = cases.get(name).bound
-    made = tool_constraint(bound, ToolUse((Tool("put", parameters=schema),)), NO_REASONING, False, None)
-    assert made.dropped == ("tools[0].function.parameters: minProperties",)
-    with pytest.raises(InvalidRequest, match="'minProperties' cannot be enforced"):
-        use = ToolUse((Tool("put", parameters=schema, strict=True),))
-        tool_constraint(bound, use, NO_REASONING, False, None)
-
-
-MESSY = {
-    "properties": {
-        "mail": {"type": "string", "pattern": "^(?!x)[a-z]+$"},
-        "far": {"$ref": "https://example.com/schema.json"},
-        "gone": {"$ref": "#/$defs/gone"},
-        "long": {"type": "string", "maxLength": 10**9},
-        "odd": {"type": "dict"},
-        "kind": {"type": "integer", "enum": ["a", "b"]},
-        "uri": {"type": "string", "format": "uri-reference"},
-        "both": {"type": "object", "not": {"required": ["x"]}},
-    },
-    "if": {"required": ["far"]},
-}
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "pythonic", "gemma4"])
-def test_messy_schema_is_served(cases: ToolCases, name: str) -> None:
-    case = cases.get(name)
-    use = ToolUse((Tool("find", parameters=MESSY),), "required")
-    made = tool_constraint(case.bound, use, NO_REASONING, False, None)
-    assert any(place.endswith("/properties/mail: pattern") for place in made.dropped) or name != "hermes"
-    assert made.structured is not None
-    text = case.written(WrittenCall("find", {"mail": "me", "long": "x", "kind": "a"}, "000000001"))
-    assert case.accepts(made.structured, text)
-
-
 def test_masks_with_a_draft_equal_masks_without(cases: ToolCases) -> None:
     """Across the trigger, over two calls and the text between them."""
     for name, has_markers in (
@@ -530,35 +402,6 @@ def test_required_answer_begins_with_a_draft(cases: ToolCases) -> None:
     assert case.decode(grammar.forced(64)) == '<tool_call>\n{"name": "'
 
 
-def test_custom_input_follows_its_expression(cases: ToolCases) -> None:
-    tool = Tool("run", is_custom=True, input_grammar=StructuredOutput.regex('[a-c]+ "[0-9]\\n"'))
-    for name in FORMATS:
-        case = cases.get(name)
-        if name in ("pythonic", "olmo3", "lfm2", "functiongemma", "gemma4"):
-            continue
-        structured = case.constraint(ToolUse((tool,), "required"))
-        good, bad = (WrittenCall("run", {"input": text}, "000000001") for text in ('ab "7\n"', 'ad "7\n"'))
-        assert case.accepts(structured, case.written(good)), name
-        assert not case.accepts(structured, case.written(bad)), name
-
-
-def test_many_tools(cases: ToolCases) -> None:
-    tools = tuple(
-        replace(WEATHER, name=f"{word}_{i}") for i in range(128) for word in ("a", "b", "ab", "get")
-    )
-    choices: dict[str, Choice] = {
-        "hermes": "required",
-        "llama-json": "auto",
-        "qwen3-coder": "auto",
-        "lfm2": "required",
-    }
-    for name, choice in choices.items():
-        case = cases.get(name)
-        structured = case.constraint(ToolUse(tools, choice))
-        assert case.accepts(structured, case.written(replace(CALL, name="ab_77")))
-        assert case.begin(structured).error is None
-
-
 def test_reasoning_text_is_not_a_call(cases: ToolCases) -> None:
     """A trigger inside reasoning is text, unless the family calls there."""
     for name, is_call in (("hermes", False), ("qwen3-coder", True)):
@@ -568,75 +411,3 @@ def test_reasoning_text_is_not_a_call(cases: ToolCases) -> None:
         assert (grammar.mask(()) is not None) == is_call
         events = case.events(ToolUse(TOOLS), "so <tool_call>x", in_reasoning=True)
         assert any(isinstance(event, ReasoningText) for event in events)
-
-
-def test_unsatisfiable_schema_names_its_tool(cases: ToolCases) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 4}},
-        "required": ["n"],
-    }
-    for name in ("hermes", "qwen3-coder", "llama-json", "lfm2"):
-        case = cases.get(name)
-        for choice in ("auto", "required"):
-            use = ToolUse((WEATHER, Tool("bad", parameters=schema)), choice)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match=r"^tools: tools\[1\]: "):
-                case.begin(case.constraint(use))
-
-
-PATCH = r"""
-// As coding agents use it.
-start: begin_patch hunk+ end_patch
-begin_patch: "*** Begin Patch" LF
-end_patch: "*** End Patch" LF?
-
-?hunk: add_hunk
-    | delete_hunk
-add_hunk: "*** Add File: " filename LF add_line+
-delete_hunk: "*** Delete File: " filename LF
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-
-%import common.LF
-"""
-
-
-@pytest.mark.parametrize(
-    "name", ["hermes", "llama-json", "mistral-args", "deepseek-v3", "qwen3-coder", "glm-4.5"]
-)
-def test_custom_input_follows_its_grammar(cases: ToolCases, name: str) -> None:
-    """Escaped as the format wants it."""
-    case = cases.get(name)
-    tool = Tool("apply_patch", is_custom=True, input_grammar=StructuredOutput("lark", PATCH))
-    body = '*** Begin Patch\n*** Add File: a "b".py\n+x = "\\n"\t# é\n+\n*** Delete File: c\n*** End Patch'
-    for choice in ("auto", "required"):
-        structured = case.constraint(ToolUse((tool,), choice))  # type: ignore[arg-type]
-        long = body.replace("+x", "+" + 700 * 'some "text"')
-        for text, is_good in (
-            (body, True),
-            (long, True),
-            (body.replace("+x", "x"), False),
-            (body[:-5], False),
-        ):
-            call = WrittenCall("apply_patch", {"input": text}, "000000001")
-            assert case.accepts(structured, case.written(call)) == is_good, text
-        call = replace(CALL, name="apply_patch", arguments={"input": body})
-        assert case.parse(ToolUse((tool,)), case.written(call)).calls == [("apply_patch", body)]
-
-
-@pytest.mark.parametrize(
-    ("grammar", "reason"),
-    [
-        ('start: "a"\n%ignore " "', "the directive '%ignore"),
-        ("start: <tool>", "'<' is not supported"),
-        ('begin: "a"', "has no rule `start`"),
-        ("start: /a(?=b)/", "in a regular expression is not supported"),
-        ("start: /a/i", "flags of the expression"),
-    ],
-)
-def test_custom_grammar_that_cannot_be_embedded_names_the_reason(
-    cases: ToolCases, grammar: str, reason: str
-) -> None:
-    input_grammar = StructuredOutput("lark", grammar, field="tools[0].format")
-    with pytest.raises(InvalidRequest, match=rf"tools\[0\]\.format: .*{re.escape(reason)}"):
-        cases.get("hermes").constraint(ToolUse((Tool("run", is_custom=True, input_grammar=input_grammar),)))

@@ -2,10 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from foreword.errors import CheckpointError, InvalidRequest, RequestFailed
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.tokenizer.tokenizer import Tokenizer, TokenSearch
 from tests.support.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
 from tests.support.tokenizer_builders import (
     DIFFICULT_TEXTS,
@@ -116,20 +118,27 @@ def test_diff_ignores_special_flags() -> None:
     assert ours.diff(theirs) is None and theirs.diff(ours) is None
 
 
-def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        Tokenizer.from_directory(tmp_path)
-
-
-def test_broken_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Tokenizer.from_directory(tmp_path)
+DESCRIBED = json.loads(byte_backend().to_str())
+HUGE_ID = DESCRIBED["model"] | {"vocab": DESCRIBED["model"]["vocab"] | {"x": 1 << 31}}
+WORD_PIECES = {
+    "type": "WordPiece",
+    "unk_token": "[UNK]",
+    "continuing_subword_prefix": "##",
+    "vocab": {"a": 0},
+    "max_input_chars_per_word": 100,
+}
+WORD_PIECE_DECODER = {"type": "WordPiece", "prefix": "##", "cleanup": True}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
+        ("tokenizer.json", "{", "cannot be read"),
+        # lists of that length would exhaust memory
+        ("tokenizer.json", DESCRIBED | {"model": HUGE_ID}, "a token with id 2147483648"),
+        # the library fails on the first text that needs it, so the load probes one
+        ("tokenizer.json", DESCRIBED | {"model": WORD_PIECES}, "UNK"),
+        ("tokenizer.json", DESCRIBED | {"decoder": WORD_PIECE_DECODER}, "WordPiece"),
         ("config.json", {"eos_token_id": "x"}, "eos_token_id must be an id"),
         ("config.json", {"eos_token_id": -1}, "eos_token_id must be an id"),
         ("config.json", {"eos_token_id": [1, float("inf")]}, "eos_token_id must be an id"),
@@ -166,35 +175,16 @@ def test_malformed_files_are_refused(tmp_path: Path, name: str, content: object,
         Tokenizer.from_directory(tmp_path)
 
 
+def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_malformed_special_tokens_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
     special = {"eos_token": "\ud800", "bos_token": 3, "additional_special_tokens": "<x>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
     assert not Tokenizer.from_directory(tmp_path).special_tokens
-
-
-def test_huge_token_id_is_refused(tmp_path: Path) -> None:
-    """Lists of that length would exhaust memory."""
-    content = json.loads(byte_backend().to_str())
-    content["model"]["vocab"]["x"] = 1 << 31
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="a token with id 2147483648"):
-        Tokenizer.from_directory(tmp_path)
-
-
-def test_missing_unknown_token_is_refused(tmp_path: Path) -> None:
-    """The library fails on the first text that needs it, so load probes one."""
-    content = json.loads(byte_backend().to_str())
-    content["model"] = {
-        "type": "WordPiece",
-        "unk_token": "[UNK]",
-        "continuing_subword_prefix": "##",
-        "vocab": {"a": 0},
-    }
-    content["model"]["max_input_chars_per_word"] = 100
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="UNK"):
-        Tokenizer.from_directory(tmp_path)
 
 
 def test_library_panic_fails_one_request() -> None:
@@ -213,14 +203,17 @@ def test_library_panic_fails_one_request() -> None:
         tokenizer.encode_truncated("x", None, 1)
 
 
-def test_unknown_decoder_is_refused_by_name(tmp_path: Path) -> None:
-    content = json.loads(byte_backend().to_str())
-    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="WordPiece"):
-        Tokenizer.from_directory(tmp_path)
-
-
 def test_lone_surrogate_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest, match="surrogate at character 1"):
         byte_tokenizer().encode("a\ud800")
+
+
+TOKENS = st.lists(st.text("ab\n", max_size=5).map(str.encode), max_size=30)
+
+
+@given(TOKENS, st.text("ab\n", min_size=1, max_size=3).map(str.encode))
+def test_token_search_equals_a_linear_scan(tokens: list[bytes], part: bytes) -> None:
+    search = TokenSearch(tokens)
+    for _ in range(2):
+        assert list(search.containing(part)) == [i for i, token in enumerate(tokens) if part in token]
+    assert list(search.ending_with(part)) == [i for i, token in enumerate(tokens) if token.endswith(part)]
