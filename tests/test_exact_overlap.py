@@ -20,22 +20,20 @@ from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured_output import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.overlap_scheduling import OverlapLoop
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from tests.support.budget import examples
-from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.decode_loops import TwinForward, use_overlap
+from tests.support.engines import VOCABULARY
 from tests.support.graph_capture_fake import GraphCapturableOps
 
 MAX_MODEL_LEN = 63
 SHARED = tuple(40 + i % 7 for i in range(34))
 JSON = StructuredOutput("json_object")
-VOCABULARY = Vocabulary(
-    tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE)), tuple(range(256, VOCAB_SIZE)), (EOS,)
-)
 STOPS = tuple(range(60, 90))
 OFF, TWO = Speculation("off"), Speculation("auto", 2)
 DEVICE_PARAMS: tuple[dict[str, Any], ...] = (  # sampled on the device

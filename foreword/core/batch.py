@@ -33,7 +33,7 @@ Arrays = tuple[Array, ...]
 Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16  # bytes; kernels use vector loads only at such addresses
-TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without images
+TEXT_ONLY_POSITIONS = MRopePositions(())  # positions of a request without images
 NULL_BLOCK = 0  # never given to a request: padding rows write and read here
 NULL_BYTE = bytes([NULL_BLOCK])
 BLOCK_ID_BYTES = array("q").itemsize

@@ -14,7 +14,7 @@ class PromptImage:
     num_tokens: int  # placeholders of the image in the prompt
     grid_thw: tuple[int, int, int]  # (frames, rows, columns) of its tokens, for M-RoPE; one frame here
     original_size: tuple[int, int]  # (height, width) before it was resized, upright
-    shape: tuple[int, int, int, int]  # of the pixels: (tiles, 3, height, width)
+    shape: tuple[int, int, int, int]  # shape of the pixels: (tiles, 3, height, width)
     pixels: bytes | None = field(repr=False)  # uint8, resized and tiled; None: the engine has them
     start: int = 0  # index of its first placeholder in the prompt
 

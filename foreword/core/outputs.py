@@ -74,7 +74,7 @@ class TokenEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # output index of the first token; tuple.index() is not used
     token_ids: tuple[int, ...]  # empty only if finish_reason is set
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # with the first event; first is None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # sent with the first event; the first is None
     draft: DraftResult | None = None  # the draft that was verified for these tokens
     finish_reason: str | None = None  # "stop", "length" or "repetition", on the last event
     stop_id: int | None = None  # the stop token that ended the request; it is in token_ids
@@ -112,10 +112,10 @@ class DraftingStats:
 
     draft_length_counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # by drafter, length
     no_draft_counts: Mapping[str, int] = field(default_factory=dict)  # requests without a draft, by reason
-    predicted_seconds: float = 0.0  # of steps that verified a draft, drafting included
-    realised_seconds: float = 0.0  # of the same steps, measured
-    plain_seconds: float = 0.0  # that plain decoding would take for the tokens of these steps, estimated
-    exploring_seconds: float = 0.0  # of drafts and plain steps made only to measure
+    predicted_seconds: float = 0.0  # predicted time, steps with a verified draft, drafting included
+    realised_seconds: float = 0.0  # the same steps, measured
+    plain_seconds: float = 0.0  # estimate of plain decoding for the tokens of these steps
+    exploring_seconds: float = 0.0  # drafts and plain steps made only to measure
 
 
 @_pickled_as_call
@@ -227,7 +227,7 @@ class StepOutput(NamedTuple):
     token_ids: tuple[int, ...] = ()  # emitted; empty if the step computed only part of the prompt
     num_accepted: int = 0  # emitted draft tokens
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens scored by this step, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # prompt tokens scored by this step, if requested
     logits_hashes: tuple[int, ...] = ()  # one per token in test mode
     finish_reason: str | None = None  # "stop", "length", "repetition"; None: the request continues
     stop_id: int | None = None  # the token id that stopped it

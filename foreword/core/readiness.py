@@ -31,7 +31,7 @@ class ReplicaState:
 
     id: str
     address: str | None
-    status: str  # of Readiness; "draining"; "different": it gets no requests, `detail` says why
+    status: str  # as in Readiness; "draining"; "different": it gets no requests, `detail` says why
     detail: str
     fingerprint: str | None
     running: int

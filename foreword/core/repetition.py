@@ -32,7 +32,7 @@ class Repetition:
     """A repeated pattern, and the token that completed it."""
 
     num_tokens: int  # tokens of the fed run up to that token, including it
-    pattern_len: int  # of the shortest pattern
+    pattern_len: int  # length of the shortest pattern
 
     def shifted(self, count: int) -> Repetition | None:
         """The repetition counted without the run's first `count` tokens; None if it was among them."""

@@ -28,7 +28,7 @@ class Request:
     """One choice of one completion: everything the engine needs, as plain values (picklable)."""
 
     id: str  # unique among live requests
-    prompt_ids: tuple[int, ...]  # at least one
+    prompt_ids: tuple[int, ...]  # not empty
     params: SamplingParams  # n is 1: each choice is a request
     seed: int  # 0..2^64-1, resolved where the request entered
     eos_token_ids: tuple[int, ...] = ()  # end the output unless ignore_eos
@@ -45,9 +45,9 @@ class Request:
     deadline_s: float | None = None  # time.monotonic() at which it fails
     fairness_key: str = ""  # waiting requests are scheduled fairly between keys
     is_resumed: bool = False  # started in a crashed engine, where its first start was counted
-    images: tuple[PromptImage, ...] = ()  # in order of their placeholders
+    images: tuple[PromptImage, ...] = ()  # order of their placeholders
     adapter: str = ""  # digest of its LoRA adapter; empty: the base model
-    adapter_name: str = ""  # for statistics
+    adapter_name: str = ""  # used by statistics
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequest for an id outside the vocabulary: kernels index logits by some of them."""
@@ -140,12 +140,12 @@ class RequestState:
         self.num_computed = 0
         self.num_cached = 0
         self.draft: list[int] = []  # not yet verified
-        self.drafter = ""  # of the draft
-        self.confidence: tuple[float, ...] = ()  # of the draft, as in Draft
+        self.drafter = ""  # source of the draft
+        self.confidence: tuple[float, ...] = ()  # confidence of the draft, as in Draft
         self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
-        self.lora_slot = lora_slot  # of its adapter
+        self.lora_slot = lora_slot  # slot of its adapter
         self.pool_partials: Tensor | None = None  # partial sums of mean pooling (engine/pooler.py)
         self.mrope_positions = MRopePositions(request.images) if request.images else None
         self.counted_images: set[bytes] = set()  # digests that image statistics include

@@ -45,9 +45,9 @@ class DecodeSlot:
 
     last_token_ids: tuple[int, ...]  # the last two tokens, or the only one
     num_tokens: int  # known tokens; all but the last have KV
-    block_table: Sequence[int]  # in the target's cache
-    sampling: DraftSamplingParams  # of drafts, and in launch() of all tokens
-    draft_block_table: Sequence[int] = ()  # in the draft model's cache; all but the last two have KV
+    block_table: Sequence[int]  # blocks in the target's cache
+    sampling: DraftSamplingParams  # parameters of drafts, and of all tokens in launch()
+    draft_block_table: Sequence[int] = ()  # blocks in the draft model's cache; all but the last two have KV
     mrope_offset: int = 0  # as in DraftJob
     lora_slot: int = NO_LORA
 
@@ -61,9 +61,9 @@ class DecodeResult:
 
     token_ids: tuple[int, ...]  # the accepted draft tokens and one more
     draft_ids: tuple[int, ...] = ()
-    draft_logprobs: tuple[float, ...] = ()  # of each draft token in the distribution it was sampled from
-    logits_hashes: tuple[int, ...] = ()  # of the raw logits of each token, if requested
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if requested
+    draft_logprobs: tuple[float, ...] = ()  # draft tokens, in the distribution they were sampled from
+    logits_hashes: tuple[int, ...] = ()  # hashes of each token's raw logits, if requested
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class _InFlightStep:
 
     active_slots: tuple[int, ...]
     num_draft_tokens: int
-    wait: Callable[[], list[Tensor]]  # for its result, and its hashes if requested
+    wait: Callable[[], list[Tensor]]  # returns its result, and its hashes if requested
 
 
 class _BlockTables:
@@ -200,7 +200,7 @@ class DeviceDecodeLoop:
         self._active_slots = torch.full((num_slots,), self._null_slot, dtype=torch.int64, device=device)
         self._block_tables = _BlockTables(limits)
         self._draft_block_tables = None if draft_loop is None else _BlockTables(draft_loop.limits)
-        self._generation = 0  # of the draft loop whose passes are captured here
+        self._generation = 0  # generation of the draft loop whose passes are captured here
         self._sampler_classes: list[SamplerClass] = []
         self._in_flight: deque[_InFlightStep] = deque()
         self._forward_shape = 0, 0  # slots and draft tokens of the last launch_forward()

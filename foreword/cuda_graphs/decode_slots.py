@@ -33,7 +33,7 @@ class DecodeLimits:
     """Sizes of the buffers."""
 
     max_rows: int  # rows of a captured pass
-    max_requests: int  # at once; each has a row
+    max_requests: int  # requests at once; each has a row
     max_blocks: int  # blocks of the longest block table
     uses_mrope: bool
     device: torch.device
@@ -52,7 +52,7 @@ class LoopConfig:
     """The model of a decode loop or draft loop."""
 
     ops: GraphOps
-    forward: Callable[[Batch], Tensor]  # to logits [R, V]
+    forward: Callable[[Batch], Tensor]  # returns logits [R, V]
     graph_forward: Callable[[Batch], Tensor]  # the same, as graphs; a result is valid until the next call
     graphs: CudaGraphPool
     limits: DecodeLimits

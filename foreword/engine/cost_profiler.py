@@ -24,13 +24,13 @@ PROMPT_ROWS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
 REQUEST_ROWS = 16  # rows of one request, and requests of one row
 CONTEXT_TOKENS, CONTEXT_ROWS = 4096, 8  # a long context, and rows of one request that attend to it
 ROUNDS_S = 0.5  # time limit of a table
-SLOW_STEP_S = 0.05  # of one row: from here on each size is timed once, since the start waits for it
+SLOW_STEP_S = 0.05  # step of one row from which each size is timed once, since the start waits for it
 FEW_ROWS, MORE_ROWS = 4, (16, 8)  # MORE_ROWS: where FEW_ROWS cost about as much as one, and where not
 FLAT_RATIO = 1.5
 MIN_SAMPLES = 3
 AGREEMENT = 1.1  # ratio of the two least samples that settles a size
 MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more rows
-TOKEN_STRIDE = 7919  # between the ids of neighbouring tokens; prime
+TOKEN_STRIDE = 7919  # distance of the ids of neighbouring tokens; prime
 
 TimeRows = Callable[[int], float]
 
@@ -43,9 +43,9 @@ class StepCostProfiler:
         batch_builder: BatchBuilder,
         model_runner: ModelRunner,
         vocab_size: int,
-        max_rows: int,  # of a step
-        max_len: int,  # of a request
-        max_requests: int,  # of a step
+        max_rows: int,  # rows of a step
+        max_len: int,  # tokens of a request
+        max_requests: int,  # requests of a step
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._batch_builder = batch_builder
@@ -98,7 +98,7 @@ class StepCostProfiler:
             make_dummy_request(index, num_known, num_draft, params, block_size, context, self._vocab_size)
             for index in range(num_requests)
         ]
-        if context:  # on blocks of its own, that no request owns yet: one block again would be in the cache
+        if context:  # distinct blocks, which no request owns yet: one block again would be in the cache
             blocks = requests[0].state.blocks
             for index in range(len(blocks)):
                 blocks[index] = index + 1

@@ -26,7 +26,7 @@ from foreword.models.interfaces import VisionEncoder
 
 logger = logging.getLogger(__name__)
 
-STAGE: Final = "encode"  # of the step timer, and the fault label
+STAGE: Final = "encode"  # label of the step timer and of faults
 ERROR_FIELD = "messages"  # the request field that images come from
 DIGEST_BYTES = 16
 
@@ -130,7 +130,7 @@ class VisionEncoderRunner:
         cache: EncoderCache,
         row_cost: int,  # multiply-adds that take as long as one decoder row
         max_lookahead: int,  # rows: images this far ahead of a request are encoded
-        value_bytes: int,  # of one feature value
+        value_bytes: int,  # size of one feature value
         timer: StepTimer,
         num_computed: NumComputed = lambda state: state.num_computed,  # tokens of a request, per model
     ) -> None:

@@ -61,7 +61,7 @@ class Engine:
         model_runner: ModelRunner,
         proposer: Proposer,
         encoder: VisionEncoderRunner,
-        draft_encoder: VisionEncoderRunner | None = None,  # of a multimodal draft model
+        draft_encoder: VisionEncoderRunner | None = None,  # encoder of a multimodal draft model
         overlap: OverlapLoop | None = None,  # runs decode steps ahead of the host
         adapters: AdapterSlots | None = None,  # None: LoRA is off
         publish_blocks: bool = False,  # report changes of the prefix cache

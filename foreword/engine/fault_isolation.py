@@ -43,7 +43,7 @@ class FaultIsolation(Generic[Output]):
         timer: StepTimer,
         faults: Counter[str],  # isolated errors by stage
     ) -> None:
-        self.was_retried = False  # of the last run
+        self.was_retried = False  # whether the last run was retried
         self._run_pass = run_pass
         self._output_type = output_type
         self._on_batch = on_batch

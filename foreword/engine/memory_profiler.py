@@ -22,7 +22,7 @@ from foreword.speculation.engine_drafter import ModelBasedDrafter
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAPH_ROWS, MAX_VERIFY_GRAPH_ROWS = 256, 512  # of the largest graph, unless max_num_seqs is larger
+MIN_GRAPH_ROWS, MAX_VERIFY_GRAPH_ROWS = 256, 512  # bounds of the largest graph, unless max_num_seqs is larger
 MAX_IMAGE_TOKENS = 16_384  # upper bound of image processors
 NUM_LOGPROBS = 20
 

@@ -37,7 +37,7 @@ class _Step:
     num_draft_tokens: int
     forward: ForwardResult
     device_drafts: Sequence[DraftTokens] = ()
-    drafts: Sequence[DraftTokens] = ()  # of these, up to the first token that the grammar refuses
+    drafts: Sequence[DraftTokens] = ()  # the same, up to the first token that the grammar refuses
     samples: PendingSamples | None = None
 
 

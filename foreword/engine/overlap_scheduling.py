@@ -61,7 +61,7 @@ OverlapStep = tuple[ScheduleOutput, list[StepOutput]]
 class _Sampling:
     """How a request is sampled."""
 
-    params: DraftSamplingParams  # of drafts, and of tokens that the device samples
+    params: DraftSamplingParams  # parameters of drafts, and of tokens that the device samples
     by_host: bool  # tokens depend on more than that, or have log-probabilities: the host samples them
 
 
@@ -107,7 +107,7 @@ class OverlapLoop:
         scheduler: Scheduler,
         proposer: Proposer,
         timer: StepTimer,
-        make_decode_loop: MakeDecodeLoop,  # with a draft model, and the requests if the host samples
+        make_decode_loop: MakeDecodeLoop,  # arguments: a draft model, and the requests if the host samples
         vocab_size: int,  # width of the logits
         mrope: bool = False,
     ) -> None:

@@ -106,7 +106,7 @@ class _Replayer:
         self._limits: dict[tuple[str, int], int] = {}
         self.scheduler = Scheduler(BlockPool(num_blocks), **setup, computable_until=self._computable_until)
         self._scheduled = ScheduleOutput(())
-        self._outputs: list[StepOutput] | None = None  # of an update that may fail for some requests
+        self._outputs: list[StepOutput] | None = None  # pending update, which may fail for some requests
 
     def add(self, request: dict[str, Any], arrival: int, max_len: int) -> None:
         self._update()

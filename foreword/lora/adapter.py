@@ -112,7 +112,7 @@ def _read_pair(source: Path, pair: _Pair, dtype: torch.dtype) -> LoraWeights:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Of all bytes: equal digests mean equal answers."""
+    """Digest of all bytes: equal digests mean equal answers."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         digest.update(file.stat().st_size.to_bytes(8, "little"))

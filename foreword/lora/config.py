@@ -56,7 +56,7 @@ MAX_RANK, MAX_ALPHA = 1 << 16, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the config says about the adapter of one linear layer."""
+    """Config of the adapter of one linear layer."""
 
     rank: int
     scale: float  # alpha over the rank, or over its root with rsLoRA
@@ -77,7 +77,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[NamePattern, float]
 
     def targets(self, paths: Sequence[str]) -> dict[str, Target]:
-        """Those of these linear layers that PEFT adapts. Raises CheckpointError."""
+        """The linear layers among these that PEFT adapts. Raises CheckpointError."""
         targeted, excluded = self._find(self.target_modules, paths), self._find(self.exclude_modules, paths)
         ranks, alphas = self._find(self.rank_pattern, paths), self._find(self.alpha_pattern, paths)
         targets = {}

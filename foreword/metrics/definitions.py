@@ -51,13 +51,13 @@ STAGE_BUCKETS_S = (
 class Metric:
     """One metric."""
 
-    name: str  # without PREFIX
+    name: str  # name after PREFIX
     metric_type: str  # "gauge", "counter" or "histogram"
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
     speculative: bool = False  # exists only with speculation
-    predictive: bool = False  # of those: exists only if step times are predicted
+    predictive: bool = False  # speculative, and exists only if step times are predicted
     multimodal: bool = False  # exists only for vision-language models
     of_model: bool = True  # has the label MODEL_LABEL besides `labels`
     of_key: bool = False  # names API keys: only for scrapes with the key of an admin, where there is one

@@ -16,7 +16,7 @@ from foreword.metrics.spec_stats import SpecDecodeStats
 logger = logging.getLogger("foreword.metrics")
 
 MAX_VALUE_CHARS = 80
-MAX_SHOWN_POSITIONS = 8  # of a draft, in a log line
+MAX_SHOWN_POSITIONS = 8  # positions of a draft in a log line
 # Parameters with text of the request.
 REDACTED_PARAMS = frozenset({"bad_words", "dry_sequence_breakers", "prediction", "stop", "structured"})
 
@@ -35,7 +35,7 @@ class LogInterval:
     )
 
     def __init__(self) -> None:
-        self.busy_s = 0.0  # with at least one open request, so that idle time does not lower rates
+        self.busy_s = 0.0  # time with an open request: idle time does not lower rates
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.embedding_tokens = 0

@@ -63,7 +63,7 @@ DRAFTER_METRICS = (
 
 
 class ParseCounts(Protocol):
-    """What a parser of an answer has counted."""
+    """Counts of a parser of an answer."""
 
     num_calls: int
     num_parse_errors: int
@@ -142,14 +142,14 @@ class MetricsRecorder(ServerCounters):
         self._log_interval_s = log_interval_s
         self._max_loras = max_loras
         self._adapter_names: set[str] = set()
-        self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
+        self.get_stats: Callable[[], StepStats] | None = None  # source of gauges; None: the last step
         self._clock = clock
         self._live: dict[str, RequestProgress] = {}
         self._choices: dict[str, log.PromptChoices] = {}
         self._finished: OrderedDict[str, ChoiceStats] = OrderedDict()
         self._num_embedding = 0
-        self._stats: dict[str, StepStats] = {}  # of the last step, by replica
-        self._gauges = StepStats()  # of the last step
+        self._stats: dict[str, StepStats] = {}  # last step by replica
+        self._gauges = StepStats()  # last step
         self._spec_stats: defaultdict[str, SpecDecodeStats] = defaultdict(SpecDecodeStats)  # by drafter
         self._interval = log.LogInterval()
         self._busy_since_s = clock()

@@ -16,17 +16,17 @@ from foreword.metrics.tracing import RequestSpan
 class AnswerMetrics:
     """The `metrics` object of one or all choices of a response. Values of None are omitted."""
 
-    time_to_first_token_ms: float | None = None  # of the earliest choice
-    time_per_output_token_ms: float | None = None  # of one choice, after its first burst
-    prompt_tokens_per_second: float | None = None  # without cached tokens, of the first choice
-    tokens_per_second: float | None = None  # of all choices, after their first bursts
+    time_to_first_token_ms: float | None = None  # earliest choice
+    time_per_output_token_ms: float | None = None  # one choice, after its first burst
+    prompt_tokens_per_second: float | None = None  # first choice, cached tokens excluded
+    tokens_per_second: float | None = None  # all choices, after their first bursts
     draft_tokens: int | None = None
     draft_tokens_acceptance: float | None = None
     mean_acceptance_length: float | None = None  # delivered tokens per step that verified a draft
     verify_steps: int | None = None
     cached_tokens: int | None = None  # each prompt once
     repeating_tokens: int | None = None  # pattern length of the first choice that repeats itself
-    seed: int | None = None  # of the first choice
+    seed: int | None = None  # seed of the first choice
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -38,11 +38,11 @@ class ChoiceStats:
 
     prompt_id: str  # shared by all choices of a prompt
     seed: int
-    first_token_s: float | None  # from arrival to the first token
+    first_token_s: float | None  # time since arrival
     first_token_at_s: float
     last_token_at_s: float
     num_later_tokens: int  # tokens after the first burst
-    prompt_tokens_per_s: float | None  # from the first step to the first token
+    prompt_tokens_per_s: float | None  # rate of the steps before the first token
     num_cached: int | None  # None: the prompt was not computed
     repetition_len: int | None  # length of the repeating pattern
     spec_stats: SpecDecodeStats
@@ -105,7 +105,7 @@ class RequestProgress:
 
     def __init__(self, request: Request, now: float, span: RequestSpan | None = None) -> None:
         self.request = request
-        self.span = span  # of the HTTP request; None: it is not traced
+        self.span = span  # span of the HTTP request; None: it is not traced
         self.arrival_s = request.arrival_s or now
         self.is_prompt_computed = False  # a first event arrived
         self.scheduled_s: float | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foreword.metrics")
 
 ENDPOINT_PATTERN = re.compile(r"https?://[^/\s]+/\S")  # a URL of gRPC has no path
-FLUSH_TIMEOUT_S = 2.0  # for the last spans, at the end of the server
+FLUSH_TIMEOUT_S = 2.0  # limit of the last flush, at the end of the server
 OPERATIONS = {  # gen_ai.operation.name of a route
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -222,7 +222,7 @@ class _LoggedExporter:
     def __init__(self, exporter: Any, endpoint: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter = exporter
-        self._host = urlsplit(endpoint).netloc.rpartition("@")[2]  # without a password
+        self._host = urlsplit(endpoint).netloc.rpartition("@")[2]  # excludes the password
         self._num_lost = 0
 
     def export(self, spans: Any) -> Any:

@@ -14,7 +14,7 @@ from foreword.core.params import MAX_REPEAT_LEN
 from foreword.core.request import Request, RequestState
 from foreword.sampling.dry import SuffixRepeats
 
-WORD_BITS = 32  # of a mask word
+WORD_BITS = 32  # bits of a mask word
 INITIAL_CAPACITY = 256  # distinct ids
 MAX_PENALTY = 1e30  # finite after any temperature: a penalty never masks a token
 

@@ -78,7 +78,7 @@ class _ProcessorCall:
 
 @dataclass(frozen=True, slots=True)
 class _SamplingInputs:
-    """What sampling R rows needs from the host."""
+    """Host inputs of sampling R rows."""
 
     plans: Sequence[_SamplingPlan]
     calls: Sequence[_ProcessorCall]
@@ -86,7 +86,7 @@ class _SamplingInputs:
     seeds: array[int]
     positions: array[int]
     greedy: array[int]
-    hashes: Tensor | None  # of the raw logits, in test mode
+    hashes: Tensor | None  # hashes of the raw logits, in test mode
 
 
 class Sampler:
@@ -209,7 +209,7 @@ class Sampler:
 
 
 def _logprob_table(raw: _RawLogits, token_ids: Tensor, requested_ids: Sequence[Sequence[int]] = ()) -> Tensor:
-    """What _parse_logprobs() reads, for one id per row, int64 [n]; float64, which is exact here.
+    """Input of _parse_logprobs(), for one id per row, int64 [n]; float64, which is exact here.
 
     Columns: id, rank, the k most likely ids; log-probabilities of the id and of the k ids; those of the
     requested ids, -inf for an id outside of the vocabulary.

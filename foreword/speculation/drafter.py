@@ -62,7 +62,7 @@ class DrafterContext:
     never_sampled_ids: frozenset[int]  # ids without a token, and image placeholders; a draft ends before one
     max_model_len: int  # tokens
     num_speculative_tokens: int  # maximum of RequestView.max_tokens
-    device: str  # of the model: "cpu" or "cuda"
+    device: str  # device of the model: "cpu" or "cuda"
 
 
 class Drafter(ABC):

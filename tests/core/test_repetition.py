@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core import repetition
-from foreword.core.finish import FinishResult
-from foreword.core.params import SamplingParams
 from foreword.core.repetition import PATTERN_LIMITS, Repetition, RepetitionDetector
-from foreword.core.request import Request, RequestState
 from foreword.demo import MODEL
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.budget import examples
@@ -163,80 +160,3 @@ def test_endless_repetition_is_detected(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     for text in ("0, ", "-", "| yes | 0 | ok |\n", "O river stone, O lantern!\n", "    pass\n", "AAAA"):
         assert detect(tokenizer.encode("It says: " + text * 400, add_special_tokens=False), (16,)), text
-
-
-# Finishing a request
-
-
-def state_of(mode: str | None, delivered: Sequence[int] = (), **params: object) -> RequestState:
-    request = Request(
-        "a", (1, 2, 3), SamplingParams(on_runaway=mode, **params), 0, (9,), resume_output_ids=tuple(delivered)
-    )  # type: ignore[arg-type]
-    return RequestState(request, 0, 5000)
-
-
-def run_request(
-    state: RequestState, tokens: Sequence[int], size: int
-) -> tuple[int, str | None, list[tuple[int, int]]]:
-    """(output tokens, finish reason, reports of (tokens so far, pattern))"""
-    reported = []
-    for start in range(0, len(tokens), size):
-        end = state.check_finish(tokens[start : start + size])
-        assert state.check_finish(tokens[start : start + size]) == end, (
-            "check_finish() must not change the state"
-        )
-        if end.repetition:
-            reported.append((state.num_output + end.repetition.num_tokens, end.repetition.pattern_len))
-        state.append(tokens[start : start + end.num_kept])
-        if end.finish_reason:
-            return state.num_output, end.finish_reason, reported
-    return state.num_output, None, reported
-
-
-LOOP = [5, 6, 7] * 400
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 300])
-def test_stop_ends_at_the_same_token_for_any_run_size(size: int) -> None:
-    assert run_request(state_of("stop"), LOOP, size) == (259, "repetition", [(259, 3)])
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 300])
-def test_warn_reports_once_and_continues(size: int) -> None:
-    assert run_request(state_of("warn"), LOOP + [1] * 600, size) == (1800, None, [(259, 3)])
-
-
-@pytest.mark.parametrize("mode", ["off", None])
-def test_off_has_no_detector(mode: str | None) -> None:
-    state = state_of(mode)
-    assert not state.finish_checker.detects_repetition
-    assert run_request(state, LOOP, 7) == (1200, None, [])
-
-
-@pytest.mark.parametrize("known", [1, 100, 255, 258])
-@pytest.mark.parametrize("size", [1, 9])
-def test_resumed_output_counts_for_repetition(known: int, size: int) -> None:
-    """A restarted engine finishes at the same token."""
-    assert run_request(state_of("stop", LOOP[:known]), LOOP[known:], size) == (259, "repetition", [(259, 3)])
-
-
-def test_repetition_is_not_reported_again_after_restart() -> None:
-    assert run_request(state_of("warn", LOOP[:300]), LOOP[300:], 4) == (1200, None, [])
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_the_earliest_token_decides(size: int) -> None:
-    assert run_request(state_of("stop"), [*LOOP[:257], 9, *LOOP], size) == (258, "stop", [])
-    assert run_request(state_of("stop", max_tokens=258), LOOP, size) == (258, "length", [])
-    assert run_request(state_of("stop", max_tokens=259), LOOP, size) == (259, "length", [(259, 3)])
-    assert run_request(state_of("stop", max_tokens=260), LOOP, size) == (259, "repetition", [(259, 3)])
-    assert run_request(state_of("warn", max_tokens=262), LOOP, size) == (262, "length", [(259, 3)])
-
-
-def test_stop_id_before_the_repetition_wins() -> None:
-    assert state_of("stop").check_finish([5, 9, 5]) == FinishResult(2, "stop", 9)
-
-
-def test_embedding_request_has_no_detector() -> None:
-    request = Request("a", (1, 2), SamplingParams(on_runaway="stop"), 0, pooling="last")
-    assert not RequestState(request, 0, 100).finish_checker.detects_repetition

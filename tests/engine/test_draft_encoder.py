@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foreword.core.request import Request
 from foreword.engine.engine import Engine
-from tests.engine.test_encoder_runner import (
-    alone,
-    engine_of,
-    image_request,
-    run_requests,
-    text_request,
-    token_hashes,
-)
+from tests.engine.test_encoder_runner import alone, check_answers, engine_of, image_request, text_request
 from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import run, token_hashes
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
 
@@ -32,13 +24,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_with_drafts(checkpoint: Path, drafter: Path, **options: Any) -> Engine:
     return engine_of(checkpoint, speculate="draft", draft_model=str(drafter), **options)
-
-
-def check_answers(engine: Engine, checkpoint: Path, requests: Sequence[Request]) -> None:
-    events_by_id = run_requests(engine, requests, apart=2)
-    assert {name: token_hashes(events) for name, events in events_by_id.items()} == {
-        one.id: alone(checkpoint, one) for one in requests
-    }
 
 
 def num_drafted(engine: Engine) -> int:
@@ -130,7 +115,7 @@ def test_draft_encoder_skips_requests_without_speculation(checkpoint: Path) -> N
     off = replace(
         plain, params=replace(plain.params, speculation=replace(plain.params.speculation, method="off"))
     )
-    assert token_hashes(run_requests(engine, [off])["a"]) == alone(checkpoint, plain)
+    assert token_hashes(run(engine, [off])["a"]) == alone(checkpoint, plain)
     assert engine.draft_encoder is not None and engine.draft_encoder.num_encoded == 0
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders
-from foreword.core.outputs import ErrorEvent, Event, TokenEvent
+from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine.encoder_runner import VisionEncoderRunner
 from foreword.engine.engine import Engine
-from foreword.engine.loader import load
 from foreword.engine.scheduler_trace import replay
 from foreword.errors import InvalidRequest, RequestFailed
-from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.engines import image_token_id, load_engine, run, token_hashes
 from tests.support.fault_injection import Fault, FaultInjector
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.vision_checkpoints import (
@@ -42,22 +41,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(checkpoint: Path, **options: Any) -> Engine:
-    defaults = {
-        "kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_batched_tokens": 64,
-        "max_num_seqs": 8, "threads": 1,
-        "test_mode": True, "draft_length": "fixed",
-    }  # fmt: skip
-    return load(
-        Config(model=str(checkpoint), **(defaults | options)),
-        never_sampled_ids=(read_model_info(checkpoint).image_token_id or 0,),
-    )
+    return load_engine(checkpoint, **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
+
+
+@cache
+def plain_engine(checkpoint: Path) -> Engine:
+    """Without chunking, caches and speculation."""
+    options = {"prefix_caching": False, "image_cache_memory": "0", "max_model_len": 256}
+    return engine_of(checkpoint, max_num_batched_tokens=512, speculate="off", **options)
+
+
+def alone(checkpoint: Path, request: Request) -> TokenHashes:
+    return token_hashes(run(plain_engine(checkpoint), [request])[request.id])
+
+
+def check_answers(engine: Engine, checkpoint: Path, requests: Sequence[Request], apart: int = 0) -> None:
+    """Each request has the tokens and logits that it has alone."""
+    events_by_id = run(engine, requests, apart)
+    for request in requests:
+        assert token_hashes(events_by_id[request.id]) == alone(checkpoint, request), request.id
 
 
 def image_request(
     checkpoint: Path, name: str, images: Sequence[int] = (1,), seed: int = 1, **options: Any
 ) -> Request:
     """A request of text and the random images of these numbers."""
-    ids, placeholder = [*TEXT], read_model_info(checkpoint).image_token_id
+    ids, placeholder = [*TEXT], image_token_id(checkpoint)
     assert placeholder is not None
     for number in images:
         ids += [placeholder, 50 + number, 51]
@@ -76,46 +85,6 @@ def text_request(name: str, length: int = 30, seed: int = 1, **params: Any) -> R
     return Request(name, tuple(30 + 7 * i % 190 for i in range(length)), sampling, seed, (EOS,))
 
 
-def run_requests(engine: Engine, requests: Sequence[Request], apart: int = 0) -> dict[str, list[Event]]:
-    """Run requests submitted `apart` steps after each other; the events by request."""
-    events_by_id: dict[str, list[Event]] = {
-        request_id: [] for request_id in (*engine.scheduler.states, *(one.id for one in requests))
-    }
-    to_come, num_steps = list(requests), 0
-    while to_come or not engine.idle:
-        if to_come and num_steps >= apart * (len(requests) - len(to_come)):
-            engine.submit(to_come.pop(0))
-            continue
-        for event in engine.step().events:
-            events_by_id[event.request_id].append(event)
-        engine.check()
-        num_steps += 1
-    assert (
-        engine.scheduler.pool.num_used == 0
-        and engine.encoder.cache.num_bytes <= engine.encoder.cache.max_bytes
-    )
-    return events_by_id
-
-
-def token_hashes(events: Sequence[Event]) -> TokenHashes:
-    """Tokens with their logits hashes."""
-    assert all(isinstance(event, TokenEvent) for event in events), events
-    return [
-        pair
-        for event in events
-        if isinstance(event, TokenEvent)
-        for pair in zip(event.token_ids, event.logits_hashes, strict=True)
-    ]
-
-
-def alone(checkpoint: Path, request: Request, **options: Any) -> TokenHashes:
-    """The output of an engine of its own, without chunking or caches."""
-    engine = engine_of(
-        checkpoint, **{"max_num_batched_tokens": 512, "speculate": "off", "prefix_caching": False, **options}
-    )
-    return token_hashes(run_requests(engine, [request])[request.id])
-
-
 def test_output_depends_on_the_image(checkpoint: Path) -> None:
     one, two = (alone(checkpoint, image_request(checkpoint, "a", [number])) for number in (1, 2))
     assert one != two and len(one) == 10
@@ -130,11 +99,9 @@ def test_chunked_prefill_with_images_is_exact(checkpoint: Path, rows: int) -> No
         image_request(checkpoint, "b", [3], temperature=0.8),
         text_request("u", 3),
     ]
-    expected = {one.id: alone(checkpoint, one) for one in requests}
     for memory in ("256MiB", "0"):
         engine = engine_of(checkpoint, max_num_batched_tokens=rows, max_num_seqs=4, image_cache_memory=memory)
-        events_by_id = run_requests(engine, requests, apart=2)
-        assert {name: token_hashes(events) for name, events in events_by_id.items()} == expected
+        check_answers(engine, checkpoint, requests, apart=2)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -146,24 +113,16 @@ def test_image_outputs_are_exact_for_every_family(family: str, tmp_path: Path) -
         image_request(path, "b", [4, 2], temperature=0.8, max_tokens=30),
         text_request("t"),
     ]
-    expected = {one.id: alone(path, one, max_model_len=256) for one in requests}
-    assert len({tuple(one) for one in expected.values()}) == 3
+    expected = [alone(path, request) for request in requests]
+    assert len({tuple(answer) for answer in expected}) == 3
     forward_helper, first = ForwardHelper(path, max_len=256), requests[0]
-    assert [token_id for token_id, _ in expected["a"]] == forward_helper.greedy(
-        first.prompt_ids, 10, first.images
-    )
-    common = {
-        "max_model_len": 256,
-        "kv_cache_memory": "330tokens",
-        "block_size": 4,
-        "speculate": "suffix,ngram",
-    }
+    greedy = forward_helper.greedy(first.prompt_ids, 10, first.images)
+    assert [token_id for token_id, _ in expected[0]] == greedy
+    common = {"max_model_len": 256, "kv_cache_memory": "330tokens", "block_size": 4}
     for rows in (11, 64):
-        engine = engine_of(path, max_num_batched_tokens=rows, **common)
+        engine = engine_of(path, max_num_batched_tokens=rows, speculate="suffix,ngram", **common)
         for _ in range(2):
-            assert {
-                name: token_hashes(events) for name, events in run_requests(engine, requests, apart=1).items()
-            } == expected
+            check_answers(engine, path, requests, apart=1)
 
 
 def test_choices_share_one_encoding(checkpoint: Path) -> None:
@@ -175,7 +134,7 @@ def test_choices_share_one_encoding(checkpoint: Path) -> None:
     assert len({tuple(one) for one in expected}) > 4
     for options in ({}, {"prefix_caching": False}, {"max_num_seqs": 3}, {"block_size": 64}):
         engine = engine_of(checkpoint, **options)
-        events_by_id = run_requests(engine, requests)
+        events_by_id = run(engine, requests)
         assert [token_hashes(events_by_id[one.id]) for one in requests] == expected
         assert engine.encoder.num_encoded == 1
 
@@ -184,9 +143,9 @@ def test_cached_prefix_needs_no_pixels(checkpoint: Path) -> None:
     """All rows of both images are cached: neither features nor pixels are needed."""
     request = image_request(checkpoint, "a", [1, 2])
     engine = engine_of(checkpoint, block_size=1, image_cache_memory="0")
-    first = token_hashes(run_requests(engine, [request])["a"])
+    first = token_hashes(run(engine, [request])["a"])
     bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
-    (event, *_), again = (events_by_id := run_requests(engine, [bare])["a"]), token_hashes(events_by_id)
+    (event, *_), again = (events_by_id := run(engine, [bare])["a"]), token_hashes(events_by_id)
     assert again == first and engine.encoder.num_encoded == 2
     assert isinstance(event, TokenEvent) and event.num_cached == len(request.prompt_ids) - 1
 
@@ -208,7 +167,7 @@ def test_prefix_cache_needs_equal_images_and_positions(checkpoint: Path) -> None
     }  # fmt: skip
     cached = {}
     for name, request in requests.items():
-        events_by_id = run_requests(engine, [request])[name]
+        events_by_id = run(engine, [request])[name]
         assert token_hashes(events_by_id) == alone(checkpoint, request)
         cached[name] = events_by_id[0].num_cached  # type: ignore[union-attr]
     length, (one, two) = len(requests["first"].prompt_ids), requests["first"].images
@@ -218,9 +177,9 @@ def test_prefix_cache_needs_equal_images_and_positions(checkpoint: Path) -> None
 
 def test_cache_salts_do_not_share_features(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, prefix_caching=False)
-    run_requests(engine, [image_request(checkpoint, name, cache_salt=name) for name in "ab"])
+    run(engine, [image_request(checkpoint, name, cache_salt=name) for name in "ab"])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (2, 0)
-    run_requests(engine, [image_request(checkpoint, "again", cache_salt="a")])
+    run(engine, [image_request(checkpoint, "again", cache_salt="a")])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (2, 1)
 
 
@@ -231,7 +190,7 @@ def test_image_in_the_prefix_cache_counts_as_hit(checkpoint: Path, memory: str) 
     first = image_request(checkpoint, "0")
     for number in range(3):
         long = replace(first, id=f"{number}", prompt_ids=(*first.prompt_ids, *range(20, 52)))
-        run_requests(engine, [long])
+        run(engine, [long])
         assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, number)
 
 
@@ -241,19 +200,16 @@ def test_preempted_image_requests_are_exact(checkpoint: Path, memory: str) -> No
         image_request(checkpoint, f"{number}", [number, number + 1], seed=number, max_tokens=40)
         for number in range(4)
     ]
-    expected = {one.id: alone(checkpoint, one) for one in requests}
-    engine = engine_of(
-        checkpoint, kv_cache_memory="170tokens", image_cache_memory=memory, max_num_batched_tokens=32
-    )
-    events_by_id = run_requests(engine, requests)
+    options = {"kv_cache_memory": "170tokens", "image_cache_memory": memory}
+    engine = engine_of(checkpoint, max_num_batched_tokens=32, **options)
+    check_answers(engine, checkpoint, requests)
     assert engine.scheduler.num_preemptions > 0
-    assert {name: token_hashes(events) for name, events in events_by_id.items()} == expected
 
 
 def test_prompt_logprobs_with_images_are_equal_when_chunked(checkpoint: Path) -> None:
     request = image_request(checkpoint, "a", [1, 2], prompt_logprobs=2, logprobs=1)
     whole, cut = (
-        run_requests(engine_of(checkpoint, max_num_batched_tokens=rows, speculate="off"), [request])["a"]
+        run(engine_of(checkpoint, max_num_batched_tokens=rows, speculate="off"), [request])["a"]
         for rows in (128, 9)
     )
     assert whole == [event._replace(scheduled_s=whole[0].scheduled_s) for event in cut]  # type: ignore[union-attr]
@@ -265,14 +221,8 @@ def test_resumed_image_request_continues_its_output(checkpoint: Path, speculate:
     request = image_request(checkpoint, "a", [1, 2], max_tokens=24, temperature=0.8)
     expected = alone(checkpoint, request)
     resumed = replace(request, resume_output_ids=tuple(token_id for token_id, _ in expected[:9]))
-    assert (
-        token_hashes(
-            run_requests(engine_of(checkpoint, speculate=speculate, max_num_batched_tokens=16), [resumed])[
-                "a"
-            ]
-        )
-        == expected[9:]
-    )
+    engine = engine_of(checkpoint, speculate=speculate, max_num_batched_tokens=16)
+    assert token_hashes(run(engine, [resumed])["a"]) == expected[9:]
 
 
 def test_resumed_request_counts_no_hit(checkpoint: Path) -> None:
@@ -281,15 +231,11 @@ def test_resumed_request_counts_no_hit(checkpoint: Path) -> None:
     expected = alone(checkpoint, request)
     delivered = tuple(token_id for token_id, _ in expected[:5])
     engine = engine_of(checkpoint, prefix_caching=False)
-    run_requests(engine, [replace(request, id="before")])
-    assert (
-        token_hashes(
-            run_requests(engine, [replace(request, resume_output_ids=delivered, is_resumed=True)])["a"]
-        )
-        == expected[5:]
-    )
+    run(engine, [replace(request, id="before")])
+    resumed = replace(request, resume_output_ids=delivered, is_resumed=True)
+    assert token_hashes(run(engine, [resumed])["a"]) == expected[5:]
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 0)
-    run_requests(engine, [replace(request, id="after")])
+    run(engine, [replace(request, id="after")])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 1)
 
 
@@ -305,9 +251,9 @@ def test_feature_cache_stays_within_its_bound(checkpoint: Path) -> None:
 
     engine.encoder.cache.put = recording  # type: ignore[method-assign]
     request = image_request(checkpoint, "a", [1, 2, 3, 4])
-    assert token_hashes(run_requests(engine, [request])["a"]) == alone(checkpoint, request)
+    assert token_hashes(run(engine, [request])["a"]) == alone(checkpoint, request)
     assert [size // 4096 for size in held] == [1, 2, 2, 2]
-    run_requests(engine, [image_request(checkpoint, "b", [9, 4, 3])])
+    run(engine, [image_request(checkpoint, "b", [9, 4, 3])])
     assert [size // 4096 for size in held[4:]] == [3], "the last two are kept while they are needed"
 
 
@@ -326,7 +272,7 @@ def test_encode_failure_fails_the_requests_with_the_image(checkpoint: Path, kind
     requests = mixed_requests(checkpoint)
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("encode", kind, "bad"))
-    events_by_id = run_requests(engine, requests)
+    events_by_id = run(engine, requests)
     for name in ("bad", "bad too"):
         (failed,) = events_by_id[name]
         assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed), failed
@@ -340,10 +286,7 @@ def test_transient_encode_failure_fails_no_request(checkpoint: Path, kind: str) 
     requests = mixed_requests(checkpoint)
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("encode", kind))
-    events_by_id = run_requests(engine, requests)
-    assert {name: token_hashes(events) for name, events in events_by_id.items()} == {
-        one.id: alone(checkpoint, one) for one in requests
-    }
+    check_answers(engine, checkpoint, requests)
     assert not engine.step().stats.faults
 
 
@@ -360,12 +303,12 @@ def test_missing_pixels_fail_the_request(checkpoint: Path) -> None:
     request = image_request(checkpoint, "a")
     bare = replace(request, id="bare", images=tuple(image.without_pixels() for image in request.images))
     engine = engine_of(checkpoint)
-    (failed,) = run_requests(engine, [bare])["bare"]
+    (failed,) = run(engine, [bare])["bare"]
     assert isinstance(failed, ErrorEvent) and "did not reach the engine" in failed.error.message
     (image,) = request.images
     assert image.pixels is not None
     engine.encoder.add_pixels(image.digest, image.pixels)
-    assert token_hashes(run_requests(engine, [bare])["bare"]) == alone(checkpoint, request)
+    assert token_hashes(run(engine, [bare])["bare"]) == alone(checkpoint, request)
 
 
 def test_abort_stops_encoding(checkpoint: Path) -> None:
@@ -397,7 +340,7 @@ def test_on_batch_reports_requests_of_the_encoded_image(checkpoint: Path) -> Non
                 return end.value
 
     engine.encoder._encoder.encode = recording  # type: ignore[union-attr, method-assign]
-    run_requests(engine, [])
+    run(engine, [])
     assert reported and set.union(*reported) <= {1, 2} and all(1 in one for one in reported)
 
 
@@ -418,26 +361,17 @@ INVALID_IMAGES: dict[str, Callable[[Request], Request]] = {
 }
 
 
-@pytest.mark.parametrize("message", INVALID_IMAGES)
-def test_images_that_do_not_fit_the_prompt_are_refused(checkpoint: Path, message: str) -> None:
-    (failed,) = run_requests(
-        engine_of(checkpoint), [INVALID_IMAGES[message](image_request(checkpoint, "a", [1, 2]))]
-    )["a"]
-    assert (
-        isinstance(failed, ErrorEvent)
-        and isinstance(failed.error, InvalidRequest)
-        and message in failed.error.message
-    )
+def test_images_that_do_not_fit_the_prompt_are_refused(checkpoint: Path) -> None:
+    engine, request = engine_of(checkpoint), image_request(checkpoint, "a", [1, 2])
+    for message, change in INVALID_IMAGES.items():
+        (failed,) = run(engine, [change(request)])["a"]
+        assert isinstance(failed, ErrorEvent) and isinstance(failed.error, InvalidRequest)
+        assert message in failed.error.message
 
 
 def test_text_model_refuses_images(checkpoint: Path, tmp_path: Path) -> None:
-    blind = load(
-        Config(
-            model=str(write_checkpoint(tmp_path / "model", "llama")), threads=1, kv_cache_memory="500tokens"
-        ),
-        (),
-    )
-    (failed,) = run_requests(blind, [image_request(checkpoint, "a")])["a"]
+    blind = load_engine(write_checkpoint(tmp_path / "model", "llama"), kv_cache_memory="500tokens")
+    (failed,) = run(blind, [image_request(checkpoint, "a")])["a"]
     assert isinstance(failed, ErrorEvent) and "has no vision encoder" in failed.error.message
 
 
@@ -471,7 +405,7 @@ def test_image_encoding_shares_the_row_budget(checkpoint: Path) -> None:
         return scheduled
 
     engine.scheduler.schedule = recording  # type: ignore[method-assign]
-    run_requests(engine, [])
+    run(engine, [])
     assert [used_rows for used_rows, _ in spent if used_rows] == [40, 40, 10]
     assert all(used_rows + rows <= 64 for used_rows, rows in spent) and (40, 23) in spent, (
         "a row is left for the other request"
@@ -505,7 +439,7 @@ def test_text_request_starts_before_waiting_image_requests(checkpoint: Path) -> 
     for _ in range(5):
         engine.step()
     assert "text" not in engine.scheduler.states and len(engine.scheduler.states) == 4
-    run_requests(engine, [])
+    run(engine, [])
 
 
 def test_trace_with_images_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
@@ -513,7 +447,7 @@ def test_trace_with_images_is_replayed(checkpoint: Path, tmp_path: Path) -> None
         checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, kv_cache_memory="250tokens"
     )
     engine.encoder._encoder = SlowEncoder(engine.encoder, pieces=9)
-    run_requests(
+    run(
         engine,
         [*mixed_requests(checkpoint), image_request(checkpoint, "last", [1, 5], max_tokens=30)],
         apart=2,

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from foreword import LLM, SamplingParams, Speculation
-from foreword.config.options import Config
 from foreword.core.batch import Batch
-from foreword.core.outputs import Draft, ErrorEvent, Event, TokenEvent
+from foreword.core.outputs import Draft, ErrorEvent, TokenEvent
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
-from foreword.engine.loader import load
 from foreword.engine.scheduler_trace import replay
 from foreword.errors import (
     ContextLengthExceeded,
@@ -30,6 +28,7 @@ from foreword.errors import (
 )
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.engines import load_engine, make_request, run, tokens_of
 
 PROMPT = (40, 41, 42, 40, 41)
 
@@ -39,30 +38,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("engine") / "model", "llama", seed=5)
 
 
-def engine_of(checkpoint: Path, **options: object) -> Engine:
-    defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 64, "threads": 1, "test_mode": True}
-    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=())  # type: ignore[arg-type]
+def engine_of(checkpoint: Path, **options: Any) -> Engine:
+    return load_engine(checkpoint, max_model_len=64, **options)
 
 
-def make_request(
-    name: str, prompt: Sequence[int] = PROMPT, seed: int = 1, delivered: Sequence[int] = (), **params: object
-) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), sampling, seed, (EOS,), resume_output_ids=tuple(delivered))
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    """An idle engine for tests that leave it idle."""
+    return engine_of(checkpoint)
 
 
-def run(engine: Engine) -> dict[str, list[Event]]:
-    """Step until idle; the events by request."""
-    events: dict[str, list[Event]] = {}
-    while not engine.idle:
-        for event in engine.step().events:
-            events.setdefault(event.request_id, []).append(event)
-        engine.check()
-    return events
-
-
-def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[int]:
+    """The tokens of make_request() without speculation."""
+    return tokens_of(run(engine_of(checkpoint, speculate="off"), [make_request("a")])["a"])
 
 
 class Broken:
@@ -74,78 +63,63 @@ class Broken:
         self.answer = answer
 
     def start(self, state: object) -> None:
-        if self.answer is None:
-            raise RuntimeError("start")
+        self._fail()
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        if self.answer is None:
-            raise RuntimeError("finish")
+        self._fail()
 
     def check(self, live: object) -> None:
         pass
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        if self.answer is None:
-            raise RuntimeError("propose")
+        self._fail()
         return [Draft(self.answer, self.name) for _ in requests]  # type: ignore[arg-type]
+
+    def _fail(self) -> None:
+        if self.answer is None:
+            raise RuntimeError("no")
 
 
 @pytest.mark.parametrize("answer", [None, (-1, 5), (10**9,), (5,) * 1000, ()])
-def test_broken_drafter_changes_no_output(checkpoint: Path, answer: object) -> None:
-    plain = engine_of(checkpoint, speculate="off")
-    plain.submit(make_request("a"))
-    expected = tokens_of(run(plain)["a"])
-    engine = engine_of(checkpoint)
-    engine.proposer.drafters = (Broken(answer),)
-    engine.submit(make_request("a"))
-    assert tokens_of(run(engine)["a"]) == expected
-    assert (engine.step().stats.drafter_errors.get("ngram", 0) > 0) == (answer is None)
+def test_broken_drafter_changes_no_output(
+    engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    monkeypatch.setattr(engine.proposer, "drafters", (Broken(answer),))
+    before = engine.proposer.errors["ngram"]
+    assert tokens_of(run(engine, [make_request("a")])["a"]) == plain
+    assert (engine.proposer.errors["ngram"] > before) == (answer is None)
 
 
-def test_nonfinite_logits_fail_their_request_only(checkpoint: Path) -> None:
+def test_nonfinite_logits_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in the rows of one request leaves the batch unchanged otherwise."""
-    engine = engine_of(checkpoint)
-    engine.submit(make_request("good"))
-    expected = tokens_of(run(engine)["good"])
-    logits_of, nan_column = engine.model_runner.forward, 99
-
-    def logits(batch: Batch) -> Tensor:
-        lines = logits_of(batch)
-        for line, row in enumerate(current_rows()):
-            if row == "bad":
-                lines[line, nan_column] = torch.nan
-        return lines
-
+    expected = tokens_of(run(engine, [make_request("good")])["good"])
+    forward, build = engine.model_runner.forward, engine.batch_builder.build
     sampled_ids: list[str] = []
-    build = engine.batch_builder.build
 
-    def remember(requests):  # type: ignore[no-untyped-def]
+    def remember(requests: Any) -> Any:
         batch = build(requests)
         sampled_ids[:] = [row.state.id for row in batch.sample_rows]
         return batch
 
-    def current_rows() -> list[str]:
-        return sampled_ids
+    def logits(batch: Batch) -> Tensor:
+        lines = forward(batch)
+        for line, row in enumerate(sampled_ids):
+            if row == "bad":
+                lines[line, 99] = torch.nan
+        return lines
 
-    engine.batch_builder.build = remember  # type: ignore[method-assign]
-    engine.model_runner.forward = logits
-    engine.submit(make_request("bad"))
-    engine.submit(make_request("good"))
-    events = run(engine)
+    monkeypatch.setattr(engine.batch_builder, "build", remember)
+    monkeypatch.setattr(engine.model_runner, "forward", logits)
+    events = run(engine, [make_request("bad"), make_request("good")])
     (failed,) = events["bad"]
-    assert (
-        isinstance(failed, ErrorEvent)
-        and isinstance(failed.error, RequestFailed)
-        and "not finite" in failed.error.message
-    )
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed)
+    assert "not finite" in failed.error.message
     assert tokens_of(events["good"]) == expected
 
 
-def test_request_with_all_tokens_masked_fails_alone(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint)
-    engine.submit(make_request("masked", allowed_token_ids=(EOS,), ignore_eos=False, min_tokens=3))
-    engine.submit(make_request("good"))
-    events = run(engine)
+def test_request_with_all_tokens_masked_fails_alone(engine: Engine) -> None:
+    masked = make_request("masked", allowed_token_ids=(EOS,), ignore_eos=False, min_tokens=3)
+    events = run(engine, [masked, make_request("good")])
     failed = events["masked"][-1]
     assert isinstance(failed, ErrorEvent) and isinstance(failed.error, Unsatisfiable)
     assert failed.error.param == "allowed_token_ids"
@@ -182,11 +156,9 @@ def test_request_with_all_tokens_masked_fails_alone(checkpoint: Path) -> None:
     ],
 )
 def test_invalid_request_gets_an_error_event(
-    checkpoint: Path, request_: Request, error: type[Exception], text: str
+    engine: Engine, request_: Request, error: type[Exception], text: str
 ) -> None:
-    engine = engine_of(checkpoint)
-    engine.submit(request_)
-    (event,) = run(engine)["a"]
+    (event,) = run(engine, [request_])["a"]
     assert isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
 
 
@@ -207,47 +179,35 @@ def test_choices_use_consecutive_seeds(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("delivered", [1, 7, 16, 19])
-def test_resumed_request_continues_exactly(checkpoint: Path, delivered: int) -> None:
+def test_resumed_request_continues_exactly(engine: Engine, delivered: int) -> None:
     """Delivered tokens count as output: penalties, positions and limits are those of the whole request."""
     params = {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 18}
-    engine = engine_of(checkpoint)
-    engine.submit(make_request("whole", **params))
-    expected = tokens_of(run(engine)["whole"])
-    engine.submit(make_request("rest", delivered=expected[:delivered], **params))
-    events = run(engine)["rest"]
+    expected = tokens_of(run(engine, [make_request("whole", **params)])["whole"])
+    events = run(engine, [make_request("rest", delivered=expected[:delivered], **params)])["rest"]
     assert isinstance(events[0], TokenEvent) and events[0].index == delivered
     assert tokens_of(events) == expected[delivered:]
 
 
-def test_eos_inside_an_accepted_draft_ends_the_output(checkpoint: Path, tmp_path: Path) -> None:
+def test_eos_inside_an_accepted_draft_ends_the_output(
+    checkpoint: Path, plain: list[int], tmp_path: Path
+) -> None:
     """A correct draft runs past EOS: tokens after EOS are neither delivered nor counted."""
-    engine = engine_of(checkpoint, speculate="off")
-    engine.submit(make_request("a"))
-    expected = tokens_of(run(engine)["a"])
-    stop = expected[9]
-    first = expected.index(stop)
+    stop = plain[9]
+    first = plain.index(stop)
     recording = tmp_path / "recording.jsonl"
-    recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {expected}}}')
-    speculating = engine_of(
-        checkpoint,
-        speculate="replay",
-        replay_file=str(recording),
-        num_speculative_tokens=16,
-        draft_length="fixed",
-    )
-    for name, request in (
-        ("eos", Request("eos", PROMPT, SamplingParams(max_tokens=20), 1, (stop,))),
-        ("id", make_request("id", stop_token_ids=(stop,))),
+    recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {plain}}}')
+    options = {"replay_file": str(recording), "num_speculative_tokens": 16}
+    speculating = engine_of(checkpoint, speculate="replay", **options)
+    for request in (
+        Request("eos", PROMPT, SamplingParams(max_tokens=20), 1, (stop,)),
+        make_request("id", stop_token_ids=(stop,)),
     ):
-        speculating.submit(request)
-        events = run(speculating)[name]
+        events = run(speculating, [request])[request.id]
         last = events[-1]
-        assert tokens_of(events) == expected[: first + 1]
+        assert tokens_of(events) == plain[: first + 1]
         assert isinstance(last, TokenEvent) and (last.finish_reason, last.stop_id) == ("stop", stop)
         assert last.draft is not None and last.draft.num_drafted == 16
-        assert last.draft.num_accepted == len(last.token_ids) == first, (
-            "accepted tokens after EOS are not counted"
-        )
+        assert last.draft.num_accepted == len(last.token_ids) == first, "tokens after EOS are not counted"
 
 
 def test_remove_frees_all_resources(checkpoint: Path) -> None:
@@ -353,10 +313,3 @@ def test_trace_records_expired_requests(checkpoint: Path, tmp_path: Path) -> Non
     clock.now_s = 101.0
     run(engine)
     assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) == engine._num_steps
-
-
-def test_disabled_speculation_keeps_no_request_state(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint, speculate="off")
-    engine.submit(make_request("a"))
-    run(engine)
-    assert not engine.proposer._request_drafters

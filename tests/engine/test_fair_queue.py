@@ -61,17 +61,10 @@ class Queue:
         self.fair_queue.update_tags(self.waiting)
 
 
+lengths = st.integers(1, MAX_TOKENS // 2)
 moves = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("add"),
-            st.sampled_from("abc"),
-            st.integers(1, MAX_TOKENS // 2),
-            st.integers(1, MAX_TOKENS // 2),
-        ),
-        st.tuples(
-            st.just("add"), st.just("a"), st.integers(1, MAX_TOKENS // 2), st.integers(1, MAX_TOKENS // 2)
-        ),
+        st.tuples(st.just("add"), st.sampled_from("aaabc"), lengths, lengths),
         st.tuples(st.just("start")),
         st.tuples(st.just("end"), st.integers(0, 9), st.integers(0, MAX_TOKENS)),
         st.tuples(st.just("give_up"), st.integers(0, 9)),
@@ -93,11 +86,17 @@ def play(moves: list[tuple[object, ...]]) -> Iterator[Queue]:
 
 @settings(max_examples=examples(300))
 @given(moves)
-def test_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...]]) -> None:
+def test_flow_is_served_in_order_of_arrival_and_pruned_when_idle(moves: list[tuple[object, ...]]) -> None:
+    queue = Queue()
     for queue in play(moves):
-        for flow in "abc":
-            arrivals = [state.arrival for state in queue.started if state.request.fairness_key == flow]
-            assert arrivals == sorted(arrivals)
+        arrivals: dict[str, list[int]] = {}
+        for state in queue.started:
+            arrivals.setdefault(state.request.fairness_key, []).append(state.arrival)
+        assert all(flow == sorted(flow) for flow in arrivals.values())
+        assert len(queue.fair_queue) <= len(arrivals.keys() | {s.request.fairness_key for s in queue.waiting})
+    while queue.running:
+        queue.end(0, 3)
+    assert len(queue.fair_queue) == 0
 
 
 @settings(max_examples=examples(300))
@@ -143,28 +142,6 @@ def test_idle_flow_saves_up_no_share() -> None:
     for _ in range(10):
         queue.start()
     assert sum(state.request.fairness_key == "b" for state in queue.started) in (5, 6)
-
-
-@settings(max_examples=examples(100))
-@given(moves)
-def test_single_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...]]) -> None:
-    alone = [(name, "a", *rest[1:]) if name == "add" else (name, *rest) for name, *rest in moves]
-    for queue in play(alone):
-        arrivals = [state.arrival for state in queue.started]
-        assert arrivals == sorted(arrivals)
-
-
-@settings(max_examples=examples(100))
-@given(moves)
-def test_idle_flows_are_pruned(moves: list[tuple[object, ...]]) -> None:
-    queue = Queue()
-    for queue in play(moves):
-        assert len(queue.fair_queue) <= len(
-            {state.request.fairness_key for state in (*queue.waiting, *queue.started)}
-        )
-    while queue.running:
-        queue.end(0, 3)
-    assert len(queue.fair_queue) == 0
 
 
 def simulation_of(**options: object) -> SchedulerSimulation:

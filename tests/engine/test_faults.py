@@ -16,24 +16,21 @@ from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured_output import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS
-from foreword.engine.loader import load
 from foreword.engine.scheduler_trace import replay
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import RequestFailed
 from tests.support import faulty_engine
-from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.engines import DEFAULTS, VOCABULARY, load_engine, make_request
 from tests.support.fault_injection import Fault, FaultInjector
 
 COMMON = (40, 41, 42, 40, 41, 43, 40, 41, 42, 40, 41, 44, 45, 40, 41, 42, 40)
 LONG = tuple(30 + 7 * i % 190 for i in range(60))
 JSON = StructuredOutput("json_object")
-VOCABULARY = Vocabulary(
-    tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE)), tuple(range(256, VOCAB_SIZE)), (EOS,)
-)
 EventsById = Mapping[str, list[Event]]
 
 
@@ -42,24 +39,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("faults") / "model", "llama", seed=5)
 
 
-def config_of(checkpoint: Path, **options: object) -> Config:
-    defaults = {
-        "kv_cache_memory": "600tokens", "max_model_len": 96, "max_num_batched_tokens": 48,
-        "max_num_seqs": 16, "threads": 1,
-        "test_mode": True, "draft_length": "fixed",
-    }  # fmt: skip
-    return Config(model=str(checkpoint), **(defaults | options))  # type: ignore[arg-type]
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory": "600tokens", "max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 16
+}  # fmt: skip
 
 
-def engine_of(checkpoint: Path, **options: object) -> Engine:
-    engine = load(config_of(checkpoint, **options), never_sampled_ids=())
+def engine_of(checkpoint: Path, **options: Any) -> Engine:
+    engine = load_engine(checkpoint, **{**OPTIONS, **options})
     engine.set_vocabulary(VOCABULARY)
     return engine
 
 
 def generation(name: str, prompt: Sequence[int] = COMMON, seed: int = 1, **params: Any) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **params})
-    return Request(name, tuple(prompt), sampling, seed, (EOS,))
+    return make_request(name, prompt, seed, **{"max_tokens": 16, **params})
 
 
 def one_of_each() -> list[Request]:
@@ -411,9 +403,8 @@ async def test_faults_in_an_engine_process(
     """A failed request keeps the engine, a lost device restarts it; no token is lost."""
     faults = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
     monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in faults]))
-    client = ProcessClient(
-        config_of(checkpoint), (), lambda: VOCABULARY, fork_server=ForkServer(faulty_engine.__name__)
-    )
+    config, server = Config(model=str(checkpoint), **(DEFAULTS | OPTIONS)), ForkServer(faulty_engine.__name__)
+    client = ProcessClient(config, (), lambda: VOCABULARY, fork_server=server)
     restarts: list[str | None] = []
     client.on_restart = restarts.append
     await client.start()

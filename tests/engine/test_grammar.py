@@ -16,8 +16,8 @@ from foreword.core.request import Request
 from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.errors import GrammarFailed, InvalidRequest
-from tests.engine.test_engine import engine_of, make_request, run, tokens_of
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.engines import load_engine, make_request, run, tokens_of
 
 JSON = StructuredOutput("json_object")
 
@@ -84,7 +84,7 @@ class FakeGrammarManager:
 
 
 def engine_with(checkpoint: Path, **options: object) -> tuple[Engine, FakeGrammarManager]:
-    engine, manager = engine_of(checkpoint, **options), FakeGrammarManager()
+    engine, manager = load_engine(checkpoint, max_model_len=64, **options), FakeGrammarManager()
     engine.grammars = engine.model_runner.grammars = manager  # type: ignore[assignment]
     return engine, manager
 
@@ -106,25 +106,18 @@ def test_grammar_compilation_delays_no_other_request(checkpoint: Path) -> None:
     assert manager.masked_rows, "masks are started before the forward pass"
 
 
-def test_invalid_grammar_fails_its_request_only(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "status"), [(InvalidRequest("no such rule", "grammar"), 400), (RuntimeError("a bug"), 500)]
+)
+def test_compilation_error_fails_its_request_only(checkpoint: Path, error: Exception, status: int) -> None:
     engine, manager = engine_with(checkpoint)
-    engine.submit(make_request("bad", structured=JSON))
-    engine.submit(make_request("good"))
-    manager.futures["bad"].set_exception(InvalidRequest("no such rule", "grammar"))
+    for name, structured in (("bad", JSON), ("good", None)):
+        engine.submit(make_request(name, structured=structured))
+    manager.futures["bad"].set_exception(error)
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, ErrorEvent) and failed.error.param == "grammar"
-    assert len(tokens_of(events["good"])) == 20
-
-
-def test_compiler_error_fails_its_request_only(checkpoint: Path) -> None:
-    engine, manager = engine_with(checkpoint)
-    engine.submit(make_request("bad", structured=JSON))
-    engine.submit(make_request("good"))
-    manager.futures["bad"].set_exception(RuntimeError("a bug"))
-    events = run(engine)
-    (failed,) = events["bad"]
-    assert isinstance(failed, ErrorEvent) and failed.error.status == 500 and "bug" not in failed.error.message
+    assert isinstance(failed, ErrorEvent) and failed.error.status == status
+    assert ("no such rule" in failed.error.message) == (status == 400) and "bug" not in failed.error.message
     assert len(tokens_of(events["good"])) == 20
 
 
@@ -212,18 +205,14 @@ def answer(
 
 
 def test_end_of_grammar_ends_the_output(checkpoint: Path) -> None:
-    """Also with ignore_eos and min_tokens."""
+    """Also with ignore_eos and min_tokens, and in a resumed request."""
     expected = answer(*engine_with(checkpoint, speculate="off"))
     assert expected[-1] == EOS and len(expected) == 10
-    assert answer(*engine_with(checkpoint)) == expected
-    assert answer(*engine_with(checkpoint), ignore_eos=False) == expected
-    assert answer(*engine_with(checkpoint), min_tokens=15) == expected
-
-
-def test_resumed_request_continues_its_grammar(checkpoint: Path) -> None:
-    expected = answer(*engine_with(checkpoint))
+    engine, manager = engine_with(checkpoint)
+    for params in ({}, {"ignore_eos": False}, {"min_tokens": 15}):
+        assert answer(engine, manager, **params) == expected
     for count in (1, 4, 9):
-        assert answer(*engine_with(checkpoint), delivered=expected[:count]) == expected
+        assert answer(engine, manager, delivered=expected[:count]) == expected
 
 
 def test_preempted_requests_continue_their_grammar(checkpoint: Path) -> None:

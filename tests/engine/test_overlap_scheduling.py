@@ -11,24 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from foreword.config.options import Config
 from foreword.core.batch import SampleRow
 from foreword.core.images import expand_placeholders
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured_output import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput
 from foreword.cuda_graphs.decode_loop import DecodeResult
 from foreword.engine.engine import Engine
-from foreword.engine.loader import load
 from foreword.engine.overlap_scheduling import OverlapLoop
 from foreword.errors import DeadlineExceeded, RequestFailed
 from foreword.grammar.matcher import Matcher
 from foreword.sampling.penalties import TokenCounts
 from foreword.sampling.sampler import PendingSamples, SamplerOutput
 from foreword.speculation.drafters.draft_model import ModelDrafter
-from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.decode_loops import TwinDecodeLoop, TwinForward, use_overlap
+from tests.support.engines import VOCABULARY, load_engine, token_hashes
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 LONG = 40  # output tokens
@@ -41,19 +40,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, write_checkpoint(path / "drafter", "llama", seed=5, dtype="bfloat16")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine_of(checkpoints: tuple[Path, Path]) -> Callable[..., Engine]:
     def make(**options: Any) -> Engine:
-        defaults: dict[str, Any] = {
-            "kv_cache_memory": "1000tokens", "max_model_len": 96, "threads": 1, "test_mode": True,
-            "speculate": "off",
-            "draft_length": "fixed",
-        }  # fmt: skip
+        defaults: dict[str, Any] = {"max_model_len": 96, "speculate": "off"}
         if options.get("speculate") == "draft":
             defaults["draft_model"] = str(checkpoints[1])
-        return load(Config(model=str(checkpoints[0]), **(defaults | options)), never_sampled_ids=())
+        return load_engine(checkpoints[0], **(defaults | options))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def expected(engine_of: Callable[..., Engine]) -> list[int]:
+    """The tokens of request("a")."""
+    return answer(engine_of(), request("a"))
 
 
 def request(
@@ -153,30 +154,30 @@ def test_request_that_cannot_start_does_not_end_the_run(engine_of: Callable[...,
     finish(engine)
 
 
-def test_abort_drops_steps_in_flight(engine_of: Callable[..., Engine]) -> None:
+def test_abort_drops_steps_in_flight(engine_of: Callable[..., Engine], expected: list[int]) -> None:
     """Also for the only request, and if its id is reused while its old step is in flight."""
-    first_output, again = answer(engine_of(), request("a")), request("a", 9, (50, 51))
-    expected = answer(engine_of(), again)
+    again = request("a", 9, (50, 51))
+    other = answer(engine_of(), again)
     engine = engine_of()
     overlap = use_overlap(engine)
     engine.submit(request("a"))
-    assert tokens_of(steps(engine, 4)) == first_output[:4]
+    assert tokens_of(steps(engine, 4)) == expected[:4]
     engine.remove("a")
     assert engine.idle
     engine.check()
     engine.submit(again)
-    assert tokens_of(finish(engine)) == expected
+    assert tokens_of(finish(engine)) == other
     engine.submit(request("a"))
     engine.submit(request("b"))
     steps(engine, 4)
     engine.remove("a")
     engine.submit(again)
     events = finish(engine)
-    assert tokens_of(events) == expected and len(tokens_of(events, "b")) == LONG - 4
+    assert tokens_of(events) == other and len(tokens_of(events, "b")) == LONG - 4
     assert overlap.num_errors == 0
 
 
-def test_deadline_ends_a_request_during_a_run(engine_of: Callable[..., Engine]) -> None:
+def test_deadline_ends_a_request_during_a_run(engine_of: Callable[..., Engine], expected: list[int]) -> None:
     engine = engine_of()
     use_overlap(engine)
     engine.submit(replace(request("late"), deadline_s=engine._clock() + 1000.0))
@@ -186,15 +187,14 @@ def test_deadline_ends_a_request_during_a_run(engine_of: Callable[..., Engine]) 
     engine._clock = lambda: 1e12
     (failed,) = [event for event in steps(engine, 1) if isinstance(event, ErrorEvent)]
     assert failed.request_id == "late" and isinstance(failed.error, DeadlineExceeded)
-    assert tokens_of(finish(engine))[-1:] == answer(engine_of(), request("a"))[-1:]
+    assert tokens_of(finish(engine))[-1:] == expected[-1:]
 
 
 @pytest.mark.parametrize("other", [{}, {"logprobs": 1}], ids=["on the device", "by the host"])
 def test_nonfinite_row_is_reported_by_the_synchronous_loop(
-    engine_of: Callable[..., Engine], other: dict[str, Any]
+    engine_of: Callable[..., Engine], expected: list[int], other: dict[str, Any]
 ) -> None:
     """The loop reports only that a token is missing; earlier tokens and other requests are unaffected."""
-    expected = answer(engine_of(), request("a"))
     for speculate in ("off", "draft"):
         engine = engine_of(speculate=speculate)
         overlap = use_overlap(engine)
@@ -275,9 +275,11 @@ INVALID_RESULTS = [
 
 @pytest.mark.parametrize("invalid", INVALID_RESULTS)
 def test_invalid_results_are_rejected(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, invalid: DecodeResult
+    engine_of: Callable[..., Engine],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    invalid: DecodeResult,
 ) -> None:
-    expected = answer(engine_of(), request("a"))
     engine = engine_of(speculate="draft", num_speculative_tokens=1)
     overlap = use_overlap(engine)
     collect = TwinDecodeLoop.collect
@@ -293,10 +295,9 @@ def test_invalid_results_are_rejected(
 
 @pytest.mark.parametrize("method", ["acquire_device", "reserve_device", "release_device"])
 def test_device_drafter_errors_are_counted(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, method: str
+    engine_of: Callable[..., Engine], expected: list[int], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """They are errors of a drafter: no step in flight is dropped, and overlap does not back off."""
-    expected = answer(engine_of(), request("a"))
     engine = engine_of(speculate="draft", num_speculative_tokens=1)
     overlap = use_overlap(engine)
 
@@ -323,8 +324,7 @@ HOST_PARAMS: list[dict[str, Any]] = [
 
 
 def with_vocabulary(engine: Engine) -> Engine:
-    tokens = tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE))
-    engine.set_vocabulary(Vocabulary(tokens, tuple(range(256, VOCAB_SIZE)), (EOS,)))
+    engine.set_vocabulary(VOCABULARY)
     return engine
 
 
@@ -348,7 +348,9 @@ def test_host_sampled_request_does_not_prevent_a_run(
         engine, log = with_vocabulary(engine_of(speculate=speculate, num_speculative_tokens=2)), CallLog()
         overlap = use_overlap(engine, log) if runs else None
         engine.submit(many[0])
-        events = steps(engine, 1)  # alone, it waits for its grammar
+        events: list[Event] = []
+        while not engine.scheduler.running:
+            events += steps(engine, 1)  # alone, it waits for its grammar
         for one in many[1:]:
             engine.submit(one)
         events += finish(engine)
@@ -565,9 +567,7 @@ def test_missing_blocks_end_the_run(engine_of: Callable[..., Engine]) -> None:
     assert engine.scheduler.num_preemptions > 0 and overlap.num_device_steps > 20 and overlap.num_errors == 0
 
 
-def test_overlap_can_be_disabled(
-    checkpoints: tuple[Path, Path], engine_of: Callable[..., Engine], tmp_path: Path
-) -> None:
+def test_overlap_can_be_disabled(engine_of: Callable[..., Engine]) -> None:
     assert engine_of().overlap is None, "this backend has no decode loop"
     with pytest.raises(AssertionError):
         use_overlap(engine_of(overlap=False))
@@ -590,32 +590,15 @@ def test_prompt_ending_with_an_image_is_exact(tmp_path: Path, rows: int) -> None
     text = [40 + i % 7 for i in range(32 + (1 - shown.num_tokens) % 16)]
 
     def outputs_of(overlap: bool) -> list[list[Any]]:
-        options: dict[str, Any] = {
-            "max_num_batched_tokens": rows,
-            "image_cache_memory": "0",
-            "prefix_caching": overlap,
-        }
-        defaults = {
-            "kv_cache_memory": "1000tokens",
-            "max_model_len": 160,
-            "max_num_seqs": 4,
-            "threads": 1,
-            "test_mode": True,
-        }
-        engine = load(
-            Config(model=str(path), speculate="off", **defaults, **options),
-            never_sampled_ids=(IMAGE_TOKEN_ID,),
-        )
+        options = {"image_cache_memory": "0", "prefix_caching": overlap, "speculate": "off"}
+        engine = load_engine(path, max_num_batched_tokens=rows, max_num_seqs=4, **options)
         overlap_loop = use_overlap(engine) if overlap else None
         answers = []
         prompt, images = expand_placeholders([*text, IMAGE_TOKEN_ID], IMAGE_TOKEN_ID, [shown])
         assert len(prompt) % engine.scheduler.block_size == 1
         for number in range(2):
             engine.submit(replace(request(str(number), 6), prompt_ids=prompt, images=images))
-            events = [event for event in finish(engine) if isinstance(event, TokenEvent)]
-            answers.append(
-                [pair for event in events for pair in zip(event.token_ids, event.logits_hashes, strict=True)]
-            )
+            answers.append(token_hashes(finish(engine)))
         assert overlap_loop is None or (overlap_loop.num_device_steps > 3 and overlap_loop.num_errors == 0)
         return answers
 

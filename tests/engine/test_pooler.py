@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from foreword import SamplingParams
-from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.engine.engine import Engine, _prefill_load
-from foreword.engine.loader import load
 from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import MIN_POOLING_ROWS
@@ -23,6 +23,7 @@ from foreword.engine.scheduler_trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.speculation.draft_length.step_record import PrefillLoad
 from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
+from tests.support.engines import load_engine, make_request, run, tokens_of
 
 LONG = tuple(random.Random(1).choices(range(256), k=97))
 
@@ -32,28 +33,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("pooling") / "model", "llama", seed=5)
 
 
-def engine_of(checkpoint: Path, **options: object) -> Engine:
-    defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 128, "threads": 1}
-    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=())  # type: ignore[arg-type]
+def engine_of(checkpoint: Path, **options: Any) -> Engine:
+    return load_engine(checkpoint, **{"max_model_len": 128, "draft_length": "adaptive", **options})
 
 
 def embedding(name: str, prompt: Sequence[int], pooling: str = "last", **options: object) -> Request:
     return Request(name, tuple(prompt), SamplingParams(), 0, pooling=pooling, **options)  # type: ignore[arg-type]
 
 
-def generation(name: str, prompt: Sequence[int] = LONG[:5], seed: int = 1, **params: object) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), sampling, seed, (EOS,))
-
-
-def run(engine: Engine) -> dict[str, list[Event]]:
-    """Step until idle; the events by request."""
-    events: dict[str, list[Event]] = {}
-    while not engine.idle:
-        for event in engine.step().events:
-            events.setdefault(event.request_id, []).append(event)
-        engine.check()
-    return events
+def generation(name: str, prompt: Sequence[int] = LONG[:5], **params: Any) -> Request:
+    return make_request(name, prompt, **{"max_tokens": 40, **params})
 
 
 def vector_of(events: Sequence[Event]) -> bytes:
@@ -62,14 +51,13 @@ def vector_of(events: Sequence[Event]) -> bytes:
     return event.vector
 
 
-def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
+@cache
+def plain_engine(checkpoint: Path) -> Engine:
+    return engine_of(checkpoint, prefix_caching=False, speculate="off")
 
 
 def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
-    engine = engine_of(checkpoint)
-    engine.submit(embedding("a", prompt, pooling))
-    return vector_of(run(engine)["a"])
+    return vector_of(run(plain_engine(checkpoint), [embedding("a", prompt, pooling)])["a"])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

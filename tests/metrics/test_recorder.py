@@ -56,24 +56,25 @@ def clock() -> Clock:
     return Clock()
 
 
-class Lines(logging.Handler):
-    """Log lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Log lines of the metrics."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     caplog.set_level(logging.INFO, logger="foreword.metrics")
-    handler = Lines()
     logging.getLogger("foreword.metrics").addHandler(handler)
-    yield handler.texts
+    yield texts
     logging.getLogger("foreword.metrics").removeHandler(handler)
+
+
+def record(recorder: MetricsRecorder, *events: TokenEvent, **params: object) -> Request:
+    """A request whose events come 2 s after its arrival, and every second from then on."""
+    submitted = request(**params)  # type: ignore[arg-type]
+    recorder.on_submit(submitted)
+    for number, event in enumerate(events):
+        recorder.on_tokens(submitted, event, 102.0 + number)
+    return submitted
 
 
 def play(recorder: MetricsRecorder, clock: Clock) -> Request:
@@ -118,24 +119,25 @@ def test_tokens_are_counted_after_stop_strings(clock: Clock) -> None:
     assert series["requests_finished_total", "length"] == 0
 
 
-def test_eos_within_an_accepted_draft(clock: Clock) -> None:
-    """Truncated at EOS: three of four drafted tokens are emitted, and no token after them."""
+@pytest.mark.parametrize(
+    ("event", "delivered", "accepted", "efficiency"),
+    [
+        (tokens(0, 3, DraftResult("draft", 4, 3), "stop", stop_id=2), 3, 3, 3 / 5),  # at EOS
+        (tokens(0, 2, DraftResult("draft", 4, 4), "stop"), 2, 2, 2 / 5),
+        (truncate(tokens(0, 3, DraftResult("draft", 4, 2)), 0, "length"), 0, 0, 0.0),
+    ],
+)
+def test_accepted_is_at_most_delivered(
+    clock: Clock, event: TokenEvent, delivered: int, accepted: int, efficiency: float
+) -> None:
     recorder = MetricsRecorder(("draft",), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("draft", 4, 3), "stop", stop_id=2), 102.0)
+    metrics = recorder.answer_metrics(record(recorder, event).id)
     series = scrape(recorder)
-    assert series["generation_tokens_total",] == 3
-    assert series["spec_accepted_tokens_total", "draft"] == 3
-    assert series["spec_system_efficiency_ratio", "draft"] == 3 / 5
-
-
-def test_accepted_is_at_most_delivered(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 2, DraftResult("ngram", 4, 4), "stop"), 102.0)
-    assert scrape(recorder)["spec_accepted_tokens_total", "ngram"] == 2
+    assert series["generation_tokens_total",] == delivered
+    assert series["spec_draft_tokens_total", "draft"] == 4
+    assert series["spec_accepted_tokens_total", "draft"] == accepted
+    assert series["spec_system_efficiency_ratio", "draft"] == efficiency
+    assert metrics is not None and metrics.draft_tokens_acceptance == accepted / 4
 
 
 def test_latency_histograms(clock: Clock) -> None:
@@ -147,15 +149,8 @@ def test_latency_histograms(clock: Clock) -> None:
     assert series["inter_token_latency_seconds_sum",] == pytest.approx(2.0)
     assert series["inter_token_latency_seconds_bucket", "0.25"] == 4
     assert series["inter_token_latency_seconds_bucket", "0.5"] == 6
-    assert (series["time_to_first_token_seconds_count",], series["time_to_first_token_seconds_sum",]) == (
-        1,
-        2.0,
-    )
-    assert (series["request_queue_seconds_count",], series["request_queue_seconds_sum",]) == (1, 1.0)
-    assert (series["e2e_request_latency_seconds_count",], series["e2e_request_latency_seconds_sum",]) == (
-        1,
-        4.0,
-    )
+    for name, seconds in (("time_to_first_token", 2.0), ("request_queue", 1.0), ("e2e_request_latency", 4.0)):
+        assert (series[f"{name}_seconds_count",], series[f"{name}_seconds_sum",]) == (1, seconds)
 
 
 def test_metrics_of_one_choice(clock: Clock) -> None:
@@ -205,14 +200,9 @@ def test_undefined_metrics_are_absent(clock: Clock) -> None:
 
 def test_request_without_drafts_has_no_draft_metrics(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 3, reason="stop"), 102.0)
-    metrics = recorder.answer_metrics("a")
+    metrics = recorder.answer_metrics(record(recorder, tokens(0, 3, reason="stop")).id)
     assert metrics is not None
-    assert not [
-        name for name in metrics.as_dict() if "draft" in name or "verify" in name or "acceptance" in name
-    ]
+    assert not [name for name in metrics.as_dict() if "draft" in name or "verify" in name or "accept" in name]
 
 
 def test_metrics_of_several_choices(clock: Clock) -> None:
@@ -244,21 +234,9 @@ def test_metrics_of_several_choices(clock: Clock) -> None:
     assert alone is not None and (alone.draft_tokens, alone.seed, alone.tokens_per_second) == (7, 8, 2.0)
 
 
-def test_draft_without_emitted_tokens_counts(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, truncate(tokens(0, 3, DraftResult("ngram", 4, 2)), 0, "length"), 102.0)
-    metrics = recorder.answer_metrics("a")
-    assert metrics is not None and (metrics.draft_tokens, metrics.draft_tokens_acceptance) == (4, 0.0)
-    assert scrape(recorder)["spec_draft_tokens_total", "ngram"] == 4
-
-
 def test_finish_without_tokens(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 0, reason="stop"), 102.0)
+    record(recorder, tokens(0, 0, reason="stop"))
     series = scrape(recorder)
     assert series["requests_finished_total", "stop"] == 1
     assert series["generation_tokens_total",] == 0
@@ -284,9 +262,8 @@ def test_repetition_is_counted_and_logged(clock: Clock, lines: list[str]) -> Non
 
 def test_choice_stopped_by_repetition_is_returned(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    submitted = request(on_runaway="stop")
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 260, reason="repetition", repetition=Repetition(260, 4)), 102.0)
+    repeated = tokens(0, 260, reason="repetition", repetition=Repetition(260, 4))
+    record(recorder, repeated, on_runaway="stop")
     series = scrape(recorder)
     assert series["requests_finished_total", "repetition"] == 1
     assert series["generation_tokens_total",] == 260
@@ -390,24 +367,19 @@ def test_draft_decisions_are_counted(clock: Clock) -> None:
     assert series["spec_exploration_seconds_total",] == 0.25
 
 
-def test_restart_is_counted_and_resets_stats(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("reason", "step", "restarts"), [("it was killed", 4, 1), (None, 1, 0)], ids=["crash", "planned reload"]
+)
+def test_restart_is_counted_and_resets_stats(
+    clock: Clock, reason: str | None, step: int, restarts: int
+) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
-    recorder.on_restart("it was killed")
+    recorder.on_restart(reason)
     assert scrape(recorder)["requests_running",] == 0
-    recorder.on_step(StepStats(step=4, preemptions_total=6))
+    recorder.on_step(StepStats(step=step, preemptions_total=6))
     series = scrape(recorder)
-    assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
-
-
-def test_planned_reload_is_no_restart(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
-    recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
-    recorder.on_restart(None)
-    assert scrape(recorder)["requests_running",] == 0
-    recorder.on_step(StepStats(step=1, preemptions_total=6))
-    series = scrape(recorder)
-    assert (series["engine_restarts_total",], series["preemptions_total",]) == (0, 5 + 6)
+    assert (series["engine_restarts_total",], series["preemptions_total",]) == (restarts, 5 + 6)
 
 
 def test_gauges_use_get_stats(clock: Clock) -> None:
@@ -462,9 +434,7 @@ def test_metrics_and_logs_have_no_nan(
 
 def test_speculation_metrics_need_drafters(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 3), 102.0)
+    submitted = record(recorder, tokens(0, 3))
     clock.now += 11
     recorder.log_if_due()
     recorder.on_tokens(submitted, tokens(3, 3, reason="length"), 112.0)
@@ -667,10 +637,17 @@ def test_log_line_of_long_drafts_shows_the_first_positions() -> None:
     assert line.endswith(f"acceptance rate: {', '.join(['1.000'] * 8)} and 2 more in /metrics")
 
 
-def test_no_line_without_traffic(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
-    for _ in range(5):
-        clock.now += 11
+@pytest.mark.parametrize(
+    ("interval_s", "has_traffic", "seconds"), [(10, False, 11), (10, True, 5), (0, True, 1000)]
+)
+def test_no_line_without_traffic_or_interval(
+    clock: Clock, lines: list[str], interval_s: int, has_traffic: bool, seconds: int
+) -> None:
+    recorder = MetricsRecorder(("ngram",), log_interval_s=interval_s, clock=clock)
+    if has_traffic:
+        record(recorder, tokens(0, 1))
+    for _ in range(1 if has_traffic else 5):
+        clock.now += seconds
         recorder.log_if_due()
     assert lines == []
 
@@ -686,24 +663,6 @@ def test_speculation_line_covers_its_interval(clock: Clock, lines: list[str]) ->
     recorder.on_tokens(submitted, tokens(3, 1), 122.0)
     recorder.log_if_due()
     assert [line.split(":")[0] for line in lines] == ["Throughput", "SpecDecoding metrics", "Throughput"]
-
-
-def test_no_line_before_the_interval(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder(("ngram",), log_interval_s=10, clock=clock)
-    recorder.on_submit(request())
-    clock.now += 5
-    recorder.log_if_due()
-    assert lines == []
-
-
-def test_interval_of_zero_disables_lines(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder((), log_interval_s=0, clock=clock)
-    submitted = request()
-    recorder.on_submit(submitted)
-    recorder.on_tokens(submitted, tokens(0, 1), 102.0)
-    clock.now += 1000
-    recorder.log_if_due()
-    assert lines == []
 
 
 def test_request_line(clock: Clock, lines: list[str]) -> None:
@@ -727,10 +686,7 @@ def test_request_line_with_a_prediction(clock: Clock, lines: list[str]) -> None:
     submitted = replace(request(), prediction_ids=(1, 2, 3))
     recorder.on_submit(submitted)
     recorder.on_tokens(submitted, tokens(0, 3, DraftResult("prediction", 2, 2), "stop"), 102.0)
-    assert (
-        "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)"
-        in lines[0]
-    )
+    assert "(0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)" in lines[0]
 
 
 def test_choices_of_a_prompt_share_a_log_line(clock: Clock, lines: list[str]) -> None:

@@ -23,19 +23,13 @@ MASKS: dict[str, Any] = {
     "bad_words_ids": ((3,),),
     "min_tokens": 9,
 }
-FILTERS = {
-    "temperature": 0.7,
-    "top_k": 5,
-    "top_p": 0.9,
-    "min_p": 0.01,
-    "xtc_probability": 0.5,
-    "xtc_threshold": 0.1,
-}
+FILTERS: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+FILTERS |= {"xtc_probability": 0.5, "xtc_threshold": 0.1}
 PENALTIES = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
-    "logit_bias": {5: 1.0},
     "dry_multiplier": 1.0,
+    "logit_bias": {5: 1.0},
 }
 
 
@@ -93,14 +87,8 @@ def test_all_masked_differs_from_non_finite() -> None:
     logits[2, 70] = torch.nan
     logits[3, :64] = -torch.inf
     expected = [ALL_MASKED, NON_FINITE, NON_FINITE, ALL_MASKED]
-    assert (
-        Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), [row] * 4).token_ids
-        == expected
-    )
+    reference = Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED)
+    assert reference(logits.clone(), [row] * 4).token_ids == expected
     with FakeCuda():
-        assert (
-            Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(
-                logits.to(CUDA, copy=True), [row] * 4
-            ).token_ids
-            == expected
-        )
+        sampler = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)
+        assert sampler(logits.to(CUDA, copy=True), [row] * 4).token_ids == expected

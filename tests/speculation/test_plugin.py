@@ -25,7 +25,7 @@ from foreword.bench.server import ServerProcess
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.main import main
 from foreword.config.options import Config
-from foreword.core.outputs import Event, TokenEvent
+from foreword.core.outputs import TokenEvent
 from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
@@ -38,6 +38,7 @@ from foreword.speculation.engine_drafter import DraftRequest
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.proposer import Proposer
 from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.engines import load_engine, make_request, run, tokens_of
 from tests.support.fakes import extended
 
 DRAFTERS_PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
@@ -103,37 +104,33 @@ def test_views_cannot_change_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "draft",
+    ("draft", "checked"),
     [
-        [5, 6],
-        (5, 6),
-        np.array([5, 6]),
-        torch.tensor([5, 6]),
-        [np.int32(5), torch.tensor(6)],
-        Draft((5, 6)),
-        Draft([5, 6], "another"),  # type: ignore[arg-type]
-        iter([5, 6]),
+        *(
+            (ids, Draft((5, 6), "own"))
+            for ids in (
+                [5, 6],
+                (5, 6),
+                np.array([5, 6]),
+                torch.tensor([5, 6]),
+                [np.int32(5), torch.tensor(6)],
+                Draft((5, 6)),
+                Draft([5, 6], "another"),  # type: ignore[arg-type]
+                iter([5, 6]),
+            )
+        ),
+        ([5] * 9, Draft((5,) * 4, "own")),
+        (Draft((5, 6), confidence=np.array([1, 0.5])), Draft((5, 6), "own", (1.0, 0.5))),  # type: ignore[arg-type]
+        *((nothing, None) for nothing in (None, [], Draft(()), np.array([], int))),
     ],
-    ids=lambda draft: type(draft).__name__,
+    ids=str,
 )
-def test_any_sequence_of_ids_is_a_draft(draft: Any) -> None:
-    (checked,) = propose(lambda requests: [draft], state_of())
-    assert checked == Draft((5, 6), "own")
-    assert checked is not None and all(type(token_id) is int for token_id in checked.token_ids)
-
-
-def test_draft_is_cut_to_max_tokens() -> None:
-    assert propose(lambda requests: [[5] * 9], state_of()) == [Draft((5,) * 4, "own")]
-
-
-def test_confidence_is_kept_as_floats() -> None:
-    (draft,) = propose(lambda requests: [Draft((5, 6), confidence=np.array([1, 0.5]))], state_of())  # type: ignore[arg-type]
-    assert draft == Draft((5, 6), "own", (1.0, 0.5))
-
-
-@pytest.mark.parametrize("draft", [None, [], Draft(()), np.array([], int)], ids=repr)
-def test_no_draft(draft: Any) -> None:
-    assert propose(lambda requests: [draft], state_of()) == [None]
+def test_any_sequence_of_ids_is_a_draft(draft: Any, checked: Draft | None) -> None:
+    """Cut to max_tokens; ids and confidence become built-in numbers."""
+    (proposed,) = propose(lambda requests: [draft], state_of())
+    assert proposed == checked
+    assert proposed is None or all(type(token_id) is int for token_id in proposed.token_ids)
+    assert proposed is None or all(type(value) is float for value in proposed.confidence)
 
 
 @pytest.mark.parametrize("answer", [[], [[5], [6]], None, 7, [[10]], [[-1]], [["a"]], [[1.5]], [7], ["ab"]])
@@ -280,31 +277,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("plugin") / "model", "llama", seed=5)
 
 
-def load_engine(checkpoint: Path, **options: Any) -> Engine:
-    config = Config(str(checkpoint), kv_cache_memory="1000tokens", max_model_len=64, threads=1, **options)
-    return load(config, never_sampled_ids=())
-
-
-def run(engine: Engine, name: str, temperature: float = 1.0) -> list[int]:
+def answer_of(engine: Engine) -> list[int]:
     """Tokens of one request; its last event says why it ended."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature)
-    engine.submit(Request(name, PROMPT, params, 1, (EOS,)))
-    events: list[Event] = []
-    while not engine.idle:
-        events += engine.step().events
-        engine.check()
+    events = run(engine, [make_request("a", PROMPT, max_tokens=12)])["a"]
     assert isinstance(events[-1], TokenEvent) and events[-1].finish_reason == "length"
-    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
+    return tokens_of(events)
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[int]:
-    return run(load_engine(checkpoint, speculate="off"), "a")
+    return answer_of(load_engine(checkpoint, speculate="off"))
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
-    return load_engine(checkpoint, speculate="ngram", draft_length="fixed")
+    return load_engine(checkpoint, speculate="ngram")
 
 
 token_ids = st.one_of(st.integers(0, 99), st.integers(), st.none(), st.text(), st.floats(), st.booleans())
@@ -332,7 +319,7 @@ def test_garbage_changes_no_token(engine: Engine, expected: list[int], script: l
         return value
 
     engine.proposer.drafters = (DrafterAdapter("own", Scripted(answer), engine.info.vocab_size),)
-    assert run(engine, "a") == expected
+    assert answer_of(engine) == expected
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
@@ -348,7 +335,7 @@ def test_drafts_that_are_right_at_times_change_no_token(
 
     scripted = Scripted(answer)
     engine.proposer.drafters = (DrafterAdapter("own", scripted, engine.info.vocab_size),)
-    assert run(engine, "a") == expected
+    assert answer_of(engine) == expected
     num_calls = sum(call == "propose" for call, _ in scripted.calls)
     if share_right == 1.0:
         assert num_calls == 2  # 1 token of the prompt's pass, 5 in each of two steps, and the last
@@ -529,9 +516,7 @@ async def test_engine_restarts_without_a_drafter_that_ends_it(
         for index in range(3):
             params = SamplingParams(max_tokens=12, ignore_eos=True)
             events = [event async for event in client.submit(Request(str(index), PROMPT, params, 1, (EOS,)))]
-            answers.append(
-                [id_ for event in events if isinstance(event, TokenEvent) for id_ in event.token_ids]
-            )
+            answers.append(tokens_of(events))
     finally:
         await client.close()
     assert [len(answer) for answer in answers] == [12] * 3

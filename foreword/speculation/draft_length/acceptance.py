@@ -13,7 +13,7 @@ from foreword.core.outputs import Draft
 
 POSITION_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3, *(4,) * 8, 5)  # by position in the draft
 NUM_POSITION_GROUPS = 6
-CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # between the buckets
+CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # edges between the buckets
 CONFIDENCE_BUCKETS = tuple(sum(step / 64 >= edge for edge in CONFIDENCE_EDGES) for step in range(65))
 NO_CONFIDENCE, ALL_DRAFTS = 8, 9  # buckets of drafts without confidence, and of all drafts
 PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)  # by bucket

@@ -11,7 +11,7 @@ MAX_BACKOFF_NOT_WORTH_IT = 128  # steps, while drafts do not pay
 MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
 MAX_MISSES = 14.0
-INITIAL_MISSES = 9  # of a new request where no proposal of others pays
+INITIAL_MISSES = 9  # misses of a new request where no proposal of others pays
 PAYING_ALPHA, PROPOSAL_COST_ALPHA = 1 / 64, 1 / 16
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time for unused proposals; below it there is no backoff
 
@@ -25,7 +25,7 @@ class Backoff:
     def __init__(self) -> None:
         self.proposal_overhead = 0.0  # cost of proposals without a model, as a share of a step
         self.proposal_cost = 0.0  # the same in model seconds
-        self._paying_share = 0.5  # of recent proposals, over all requests
+        self._paying_share = 0.5  # share of recent proposals that paid, over all requests
 
     def start(self, request: TrackedRequest, step_index: int) -> None:
         """A request begins; a short one would end before it has learned what others know."""

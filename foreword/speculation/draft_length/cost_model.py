@@ -30,7 +30,7 @@ OUTLIER_RATIO = 2.0  # larger deviations are clipped
 SAMPLING_COST_EVERY = 8  # steps between updates of the sampling cost
 PASS_COST_ALPHA = 0.05
 OVERLAP_PRIOR, OVERLAP_ALPHA = 0.9, 0.125
-OVERLAP_FORGOTTEN, OVERLAP_FORGET_ALPHA = 0.985, 1 / 256  # without overlap steps: enough to try them again
+OVERLAP_FORGOTTEN, OVERLAP_FORGET_ALPHA = 0.985, 1 / 256  # until it is worth trying again
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class StepSummary:
     """A completed step, with and without its drafts."""
 
     shape: StepShape
-    plain_shape: StepShape  # without the draft rows
+    plain_shape: StepShape  # the same without the draft rows
     rows_by_sampler_class: Sequence[int]
     num_emitted: int
     num_sampling_requests: int
@@ -303,8 +303,8 @@ class CostModel:
         self.step_costs = StepCosts(calibration)
         self.sampling_costs = SamplingCosts(self.step_costs.cost_of(StepShape(1, 1)))
         self.watchdog = RegressionWatchdog()
-        self.predicted_seconds = self.realised_seconds = 0.0  # of steps with drafts, drafting included
-        self.plain_seconds = 0.0  # of plain decoding for the same tokens
+        self.predicted_seconds = self.realised_seconds = 0.0  # steps with drafts, drafting included
+        self.plain_seconds = 0.0  # plain decoding for the same tokens
         self.measured_overlap_ratio = 1.0  # cost of a plain step that overlaps with the host, as a share
         self._pass_costs = dict(pass_costs)
         self.drift = 1.0  # seconds per model second

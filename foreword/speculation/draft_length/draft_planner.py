@@ -18,10 +18,10 @@ from foreword.speculation.draft_length.row_selection import MIN_SPEEDUP, select_
 from foreword.speculation.draft_length.step_record import PrefillLoad
 from foreword.speculation.draft_length.verify_planner import VerifyPlanner
 
-DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # that plans consider
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # lengths that plans consider
 MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
 FEW_PENDING_ROWS = 8  # requests with more come last
-MAX_PLANS_CHECKED = 12  # for one within the delay budgets
+MAX_PLANS_CHECKED = 12  # plans searched for one within the delay budgets
 EARLY_STOP_RATIO = 0.97  # share of the best rate so far, below which longer drafts are not better
 NO_BACKOFF_STEPS = 8  # after a draft model ran: it may draft for all requests in the same passes
 DEFAULT_OUTPUT_TOKENS = 128.0  # mean output length before any request has ended
@@ -188,13 +188,13 @@ class DraftModelPlanner:
 class DraftModelRequest:
     """A request that the draft model could draft for."""
 
-    index: int  # of its proposal
+    index: int  # index of its proposal
     request: TrackedRequest
     prefix_probs: Sequence[float]  # predicted acceptance
     base_tokens: float  # expected from other drafters' rows
     base_rows: int  # verified without this drafter
-    num_pending_rows: int  # to compute before the first draft token
-    remaining_steps: float  # that benefit from computing them
+    num_pending_rows: int  # rows to compute before the first draft token
+    remaining_steps: float  # steps that benefit from computing them
 
     def expected_tokens(self, draft_len: int) -> float:
         return sum(self.prefix_probs[:draft_len])
@@ -207,9 +207,9 @@ class DraftModelPlan:
     requests: Sequence[DraftModelRequest]
     draft_len: int
     rate: float  # expected tokens per model second of the step, drafting included
-    draft_cost: float  # of the recurring passes
-    catch_up_cost: float  # of the pending rows, an investment for later steps
-    verify_cost: float  # of the step that verifies the drafts
+    draft_cost: float  # cost of the recurring passes
+    catch_up_cost: float  # cost of the pending rows, an investment for later steps
+    verify_cost: float  # cost of the step that verifies the drafts
 
 
 def affordable_plan(plans: Sequence[DraftModelPlan], base_step: BaseStep) -> DraftModelPlan | None:

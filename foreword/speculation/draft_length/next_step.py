@@ -56,9 +56,9 @@ class BaseStep:
     """
 
     shape: StepShape  # prompts included
-    cost: float  # of its decoding
+    cost: float  # cost of its decoding
     plain_cost: float  # the same in plain decoding, whose steps may overlap with the host
-    delay_budgets: Sequence[DelayBudget]  # of all its requests
+    delay_budgets: Sequence[DelayBudget]  # budgets of all its requests
     prefill_cost: float = 0.0
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
 
@@ -80,9 +80,9 @@ class NextStep:
 
     def __init__(self, cost_model: CostModel, ledger: DelayLedger) -> None:
         self.index = 0  # number of steps before, also of those without proposals
-        self.requests: list[TrackedRequest] = []  # that could draft
-        self.sampler_classes: dict[str, int] = {}  # of all live requests that are not greedy
-        self.draft_cost = 0.0  # of the model passes planned so far
+        self.requests: list[TrackedRequest] = []  # requests that could draft
+        self.sampler_classes: dict[str, int] = {}  # live requests that are not greedy
+        self.draft_cost = 0.0  # model passes planned so far
         self.min_prefix_prob = MIN_PREFIX_PROB
         self._cost_model = cost_model
         self._ledger = ledger

@@ -50,7 +50,7 @@ class PluginAccounts:
     def __init__(self, drafters: Collection[str], step_cost: float) -> None:
         """step_cost  model seconds of a plain step"""
         self.by_drafter = {drafter: DrafterAccount(step_cost) for drafter in drafters}
-        self.cost = 0.0  # of proposing in this step
+        self.cost = 0.0  # cost of proposing in this step
         self.drafters: dict[str, str] = {}  # plug-ins whose drafts this step verifies, by request id
 
     def charge(self, drafter: str, cost: float) -> None:

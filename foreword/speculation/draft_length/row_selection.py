@@ -22,7 +22,7 @@ SHRINK_FACTOR = 0.75  # reduces the rows until each request can bear their cost
 class Candidate:
     """The best draft of a proposal."""
 
-    index: int  # of the proposal
+    index: int  # index of the proposal
     request: TrackedRequest
     draft: Draft
     prefix_probs: Sequence[float]  # acceptance probability of each token

@@ -121,7 +121,7 @@ class _DraftProgress:
     request: DraftRequest
     job: DraftJob
     positions: MRopePositions | None
-    features: Sequence[tuple[int, Tensor]]  # of images among the pending tokens
+    features: Sequence[tuple[int, Tensor]]  # features of images among the pending tokens
     pending_ids: Sequence[int]  # computed by the next pass, from position `start` on
     start: int
     token_ids: list[int] = field(default_factory=list)
@@ -210,7 +210,7 @@ class EagerDraftLoop:
 
 MAX_WINDOW = 4096  # tokens; older context costs more than it adds to acceptance
 TIMED_DRAFT_LEN = 4  # tokens per draft while timing passes
-DUMMY_STRIDE = 7919  # between the ids of neighbouring tokens while timing passes; prime
+DUMMY_STRIDE = 7919  # distance of the ids of neighbouring tokens while timing passes; prime
 RECOMPUTED_TOKENS = 2  # last known tokens that a device step recomputes: neither has KV after full acceptance
 
 

@@ -15,7 +15,7 @@ UNLIMITED = 1 << 30
 MAX_NGRAM = 3
 # (n-gram size, min and max offset from the anchor) to search in, most reliable first
 RESYNC_WINDOWS = ((MAX_NGRAM, -UNLIMITED, UNLIMITED), (2, -64, 128), (1, 1, 8))
-NEAR_OFFSETS = range(1, 9)  # from the anchor
+NEAR_OFFSETS = range(1, 9)  # distances from the anchor
 FORWARD_PREFERENCE = 4  # a match ahead wins unless it is this many times farther than one before the anchor
 ANCHOR_MATCH_LEN = 4  # matched tokens that make a position the new anchor
 MAX_DRAFT_LEN = 64

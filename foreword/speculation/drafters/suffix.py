@@ -16,7 +16,7 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.speculation.engine_drafter import DraftRequest
 
-BYTES_PER_SLOT = 40  # of the corpus: token, namespace, and a chain head and link for each of 4 n-gram orders
+BYTES_PER_SLOT = 40  # token, namespace, and a chain head and link for each of 4 n-gram orders
 MIN_CORPUS_SLOTS = 64
 MAX_CORPUS_SLOTS = 2**30  # slots are int32
 MAX_NAMESPACES = 2**16  # remembered; older ones lose their part of the corpus

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from foreword import LLM, SamplingParams
+from foreword import LLM, RequestOutput, SamplingParams
 from foreword.core.batch import Batch
 from foreword.core.outputs import Draft
 from foreword.core.request import Request, RequestState
@@ -30,6 +30,7 @@ from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafte
 from tests.support.fakes import extended
 
 PROMPTS = [{"prompt_token_ids": [40 + i, 41, 42, 43 + i]} for i in range(6)]
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,14 @@ def load(model: Path, drafter: Path | None, **options: object) -> LLM:
     return LLM(
         str(model), speculate=speculate, draft_model=str(drafter) if drafter else None, **(defaults | options)
     )  # type: ignore[arg-type]
+
+
+def check_against_plain(llm: LLM, checkpoint: Path, params: SamplingParams) -> list[RequestOutput]:
+    """The outputs, which equal those without a draft model."""
+    outputs, plain = (one.generate(PROMPTS, params) for one in (llm, load(checkpoint, None)))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    llm.check()
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -65,35 +74,23 @@ def test_draft_model_equal_to_target_is_always_accepted(checkpoint: Path, params
 def test_rejected_draft_changes_no_output(checkpoint: Path, tmp_path: Path) -> None:
     """Acceptance survives rejections: the KV cache never keeps a rejected token."""
     rounded = write_checkpoint(tmp_path / "rounded", "llama", seed=5, dtype="bfloat16")
-    llm = load(checkpoint, rounded)
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = check_against_plain(load(checkpoint, rounded), checkpoint, LONG)
     rates = [output.metrics.draft_tokens_acceptance for output in outputs if output.metrics]
     assert any(rate and rate < 1.0 for rate in rates), "the test needs rejections"
     assert sum(rate or 0 for rate in rates) / len(rates) > 0.5, "acceptance must not decline"
-    assert [o.token_ids for o in outputs] == [
-        o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
-    ]
 
 
 def test_window_restarts_at_its_last_half(checkpoint: Path, tmp_path: Path) -> None:
     """Drafting continues to the end, and the output is unchanged."""
     short = write_checkpoint(tmp_path / "short", "llama", seed=5, max_position_embeddings=32)
-    llm = load(checkpoint, short)
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params)
-    assert [o.token_ids for o in outputs] == [
-        o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
-    ]
-    for output in outputs:
+    for output in check_against_plain(load(checkpoint, short), checkpoint, LONG):
         assert output.metrics is not None and output.metrics.draft_tokens is not None
         assert output.metrics.draft_tokens > 60
-    llm.check()
 
 
 def test_few_blocks_cost_drafts_not_requests(checkpoint: Path) -> None:
     llm = load(checkpoint, checkpoint, kv_cache_memory="128tokens", max_model_len=96)
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    outputs = llm.generate(PROMPTS, LONG)
     assert {len(output.token_ids) for output in outputs} == {80}
     llm.check()
 
@@ -127,10 +124,7 @@ def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path
         other = write_checkpoint(tmp_path / name, "llama", seed=5, vocab_size=vocab_size)
         llm = load(checkpoint, other)
         params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, params)
-        assert [o.token_ids for o in outputs] == [
-            o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
-        ]
+        outputs = check_against_plain(llm, checkpoint, params)
         assert sum(o.metrics.draft_tokens or 0 for o in outputs if o.metrics) > 0
         assert not llm.stats.drafter_errors
 
@@ -394,11 +388,8 @@ def test_nan_draft_model_can_be_timed(checkpoint: Path, tmp_path: Path) -> None:
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"] *= torch.nan
     save_file(weights, broken / "model.safetensors")
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     llm = load(checkpoint, broken, draft_length="adaptive")
-    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [
-        o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
-    ]
+    check_against_plain(llm, checkpoint, LONG)
     assert not llm.stats.drafter_errors
 
 

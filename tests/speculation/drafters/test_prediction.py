@@ -96,17 +96,13 @@ def test_position_is_found_after_an_edit(edit: Sequence[int], back: int) -> None
     assert needed <= 3
 
 
-def test_near_match_needs_one_token() -> None:
+@pytest.mark.parametrize(
+    ("token_id", "expected"), [(123, (124, 125, 126, 127)), (300, ()), (110, ())], ids=["near", "far", "back"]
+)
+def test_only_a_near_match_needs_one_token(token_id: int, expected: tuple[int, ...]) -> None:
     output = Output(TEXT)
     output.say(*TEXT[:20], 900)
-    assert output.say(123) == (124, 125, 126, 127)
-
-
-def test_far_match_of_one_token_is_ignored() -> None:
-    output = Output(TEXT)
-    output.say(*TEXT[:20], 900)
-    assert output.say(300) == ()
-    assert output.say(110) == ()
+    assert output.say(token_id) == expected
 
 
 def test_nearest_match_ahead_wins() -> None:

@@ -55,12 +55,6 @@ def test_drafts_from_the_own_text(library: ctypes.CDLL) -> None:
     assert draft_ids(drafter, state, run=[6], max_tokens=1) == (7,)
 
 
-def test_no_match_no_draft(library: ctypes.CDLL) -> None:
-    drafter = SuffixDrafter(CORPUS_BYTES, (), library)
-    assert draft_ids(drafter, started(drafter, state_of(range(1, 100)))) == ()
-    assert draft_ids(drafter, started(drafter, state_of([5], "b"))) == ()
-
-
 def test_text_is_indexed_once(library: ctypes.CDLL) -> None:
     drafter = SuffixDrafter(0, (), library)
     state = started(drafter, state_of([1, 2, 3]))
@@ -69,10 +63,20 @@ def test_text_is_indexed_once(library: ctypes.CDLL) -> None:
     assert draft_ids(drafter, state) == ()
 
 
-def test_longer_match_outweighs_later_match(library: ctypes.CDLL) -> None:
-    drafter = SuffixDrafter(0, (), library)
-    text = [1, 2, 3, 4, 50, 90, 3, 4, 60, 91, 3, 4, 60, 92, 1, 2, 3, 4]
-    assert draft_ids(drafter, started(drafter, state_of(text)), max_tokens=1) == (50,)
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 50, 90, 3, 4, 60, 91, 3, 4, 60, 92, 1, 2, 3, 4], 1, [50]),  # a longer match wins
+        ([7, *[1, 2, 3] * 4, 1, 2], 32, ([3, 1, 2] * 11)[:32]),  # a period continues after the text
+        (range(1, 100), 4, []),
+        ([5], 4, []),
+    ],
+)
+def test_continuation_of_the_own_text(
+    library: ctypes.CDLL, text: Sequence[int], max_tokens: int, expected: list[int]
+) -> None:
+    drafter = SuffixDrafter(CORPUS_BYTES, (), library)
+    assert list(draft_ids(drafter, started(drafter, state_of(text)), max_tokens=max_tokens)) == expected
 
 
 def test_more_frequent_continuation_wins(library: ctypes.CDLL) -> None:
@@ -96,12 +100,6 @@ def test_confidence_grows_with_the_match_and_with_agreement(library: ctypes.CDLL
     long = confidence("long", [1, 2, 3, 4, 5, 50, 90, 1, 2, 3, 4, 5])
     often = confidence("often", [1, 50, 90, 1, 50, 91, 1, 50, 92, 1])
     assert short < often < long
-
-
-def test_period_continues_after_the_text(library: ctypes.CDLL) -> None:
-    drafter = SuffixDrafter(0, (), library)
-    state = started(drafter, state_of([7, *[1, 2, 3] * 4, 1, 2]))
-    assert draft_ids(drafter, state, max_tokens=32) == tuple([3, 1, 2] * 11)[:32]
 
 
 def test_draft_ends_before_unlikely_tokens(library: ctypes.CDLL) -> None:
@@ -159,14 +157,11 @@ def test_undelivered_output_is_not_learned(library: ctypes.CDLL) -> None:
 def test_cache_salts_are_isolated(library: ctypes.CDLL) -> None:
     drafter = SuffixDrafter(CORPUS_BYTES, (), library)
     learn(drafter, range(1, 31), "alice")
-    assert draft_ids(drafter, started(drafter, state_of(range(1, 20), "bob", tenant="bob"))) == ()
-    assert draft_ids(drafter, started(drafter, state_of(range(1, 20), "nobody"))) == ()
-    assert draft_ids(drafter, started(drafter, state_of(range(1, 20), "alice", tenant="alice"))) == (
-        20,
-        21,
-        22,
-        23,
-    )
+    drafts = {
+        tenant: draft_ids(drafter, started(drafter, state_of(range(1, 20), tenant, tenant)))
+        for tenant in ("bob", "", "alice")
+    }
+    assert drafts == {"bob": (), "": (), "alice": (20, 21, 22, 23)}
 
 
 def test_hash_collisions_keep_cache_salts_isolated(library: ctypes.CDLL) -> None:
