@@ -174,6 +174,8 @@ class DraftModelPlanner:
         draft_plans: ModelPlan,
     ) -> None:
         """Draft one token with a drafter that does not seem to pay, if the exploration budget suffices."""
+        if not self._exploration.explores_models:
+            return
         max_rows = max(min(pending_rows), FEW_PENDING_ROWS)
         probed = [index for index, rows in enumerate(pending_rows) if rows <= max_rows]
         total_rows = sum(pending_rows[index] for index in probed)

@@ -97,10 +97,13 @@ class Exploration:
             return False
         return self._take(base_step.plain_cost - base_step.shape.num_sampled / token_rate)
 
+    @property
+    def explores_models(self) -> bool:
+        """The budget has checked the calibration, and serves for draft models now."""
+        return self._next_step.index >= FIRST_EXPLORE_STEP
+
     def probe_draft_model(self, requests: Sequence[TrackedRequest], cost: float) -> bool:
         """Whether a model that does not seem to pay drafts one token for these requests, at `cost`."""
-        if self._next_step.index < FIRST_EXPLORE_STEP:
-            return False
         seconds = cost * self._cost_model.drift
         if not self.budget.take(seconds):
             return False
