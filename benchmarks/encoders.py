@@ -1,6 +1,6 @@
 """Encoders against transformers: texts/s and tokens/s, in one run, on the same cores.
 
-    python benchmarks/encoders.py [DIR] [--threads N] [--rounds N]
+    python -m benchmarks.encoders [DIR] [--threads N] [--rounds N]
 
 Without a checkpoint, random weights in the shape of MiniLM-L6 (22 million parameters) or, with --shape
 base, BERT-base (110 million). Texts have the lengths of questions and paragraphs (8 to 200 tokens).

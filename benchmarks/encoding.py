@@ -25,11 +25,10 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.script import print_json, run_script
+from benchmarks.script import print_json, run_script, track_progress
 from foreword.bench.regime import require
 from foreword.bench.statistics import percentile
 from foreword.bench.tables import print_table
-from foreword.cli.terminal import track_progress
 from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.outputs import TokenEvent

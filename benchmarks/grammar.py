@@ -1,6 +1,6 @@
 """The cost of masks: Foreword's path, llguidance alone, and XGrammar where it is installed.
 
-    python benchmarks/grammar.py TOKENIZER_FOLDER [--rows 64] [--repeats 5] [--rates] [--hostile]
+    python -m benchmarks.grammar TOKENIZER_FOLDER [--rows 64] [--repeats 5] [--rates] [--hostile]
 
 TOKENIZER_FOLDER holds a tokenizer.json, best of 150,000 tokens or more. One process, nothing else
 running, no model. For each constraint a conforming text is followed token by token: a mask before each

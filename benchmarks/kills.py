@@ -1,6 +1,6 @@
 """Engines killed at random moments under load: every stream continues with the same tokens.
 
-    python benchmarks/kills.py [--kills 200] [--streams 32] [--pause 1.0] [--replicas 3]
+    python -m benchmarks.kills [--kills 200] [--streams 32] [--pause 1.0] [--replicas 3]
 
 Regime: the bundled demo (or --model) in a real server, speculation `auto`. Clients stream their cases in
 turn over HTTP: greedy, sampled, penalties, logprobs, four choices at once, JSON by a schema. First each

@@ -55,13 +55,12 @@ from peers_experts import EXPERT_MODELS
 from peers_models import MODELS
 from peers_setup import PeerEnvironment, make_environment, make_files, make_vllm
 from peers_worker import Worker
+from script import print_json, require_concurrency, run_script, track_progress
 
-from benchmarks.script import print_json, require_concurrency, run_script
 from foreword.bench.regime import VOID, RegimeError, checked_share, require, shared_cache_bytes
 from foreword.bench.roofline import MemoryReader, product_rate
 from foreword.bench.statistics import rotate
 from foreword.bench.tables import print_table
-from foreword.cli.terminal import track_progress
 from foreword.kernels.cpu.library import ISAS, supported_isas
 
 HERE = Path(__file__).parent

@@ -24,10 +24,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.peers_models import MODELS, write_checkpoint
-from benchmarks.script import print_json, run_script
+from benchmarks.script import print_json, run_script, track_progress
 from foreword import demo
 from foreword.bench.tables import print_table
-from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
 from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import Ops

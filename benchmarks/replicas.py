@@ -5,7 +5,7 @@
     python -m benchmarks.replicas hashing
 
 Regime: engines of the bundled demo (or --model) in processes of their own, requests from this process, no
-HTTP. Kills under load are those of `python benchmarks/kills.py --replicas 3`.
+HTTP. Kills under load are those of `python -m benchmarks.kills --replicas 3`.
 
 overhead  one engine, asked directly and through a router that sends it all requests, in turn; the other
           replica is idle. Speculation is off, the requests of a round are sent at once. Also the processor
@@ -31,8 +31,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from benchmarks.script import print_json, run_script
-from foreword.bench.statistics import percentile, rotate, speed_ratio, time_call
+from benchmarks.script import print_json, run_script, speed_ratio
+from foreword.bench.statistics import percentile, rotate, time_call
 from foreword.bench.tables import print_table
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.configuration import read_config

@@ -1,15 +1,21 @@
-"""The end of every script in benchmarks/: one JSON line, and an exit code."""
+"""The frame of every script in benchmarks/: progress, one JSON line, and an exit code."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from foreword.bench.regime import RegimeError, require, require_native_kernels
 from foreword.bench.result_file import without_nan
 from foreword.bench.session import describe_host
+from foreword.bench.statistics import geometric_mean_ratio
+from foreword.cli.terminal import progress_bar
+
+T = TypeVar("T")
 
 
 def run_script(main: Callable[[], int | None]) -> int:
@@ -38,3 +44,18 @@ def require_concurrency(spans: Sequence[tuple[float, float]], wanted: int) -> No
         running += change
         most = max(most, running)
     require("requests at once", most, wanted)
+
+
+def track_progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """The items, with a progress bar."""
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task(description, total=total)
+        for item in items:
+            yield item
+            progress.advance(task)
+
+
+def speed_ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> dict[str, float]:
+    """Speed relative to plain over rounds measured next to each other; {} of no rounds."""
+    ratio = geometric_mean_ratio([plain / other for plain, other in zip(plain_s, other_s, strict=True)])
+    return {} if ratio is None else ratio.as_dict()

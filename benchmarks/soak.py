@@ -1,7 +1,7 @@
 """Mixed traffic for any length of time: flat memory, steady acceptance, the same tokens as without
 speculation.
 
-    python benchmarks/soak.py [--minutes 30] [--concurrency 16] [--kv-cache-memory 4000tokens]
+    python -m benchmarks.soak [--minutes 30] [--concurrency 16] [--kv-cache-memory 4000tokens]
 
 Regime: the bundled demo (or --model) in a server of its own, speculation `auto`, a KV cache too small for
 the load, so that requests wait and are preempted, and a small corpus of finished outputs, so that it is

@@ -32,8 +32,8 @@ from typing import Any
 
 from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
+from script import print_json, run_script, track_progress
 
-from benchmarks.script import print_json, run_script
 from foreword.bench.engine import LocalEngine
 from foreword.bench.measurement import AUTO, OFF
 from foreword.bench.regime import require
@@ -45,7 +45,6 @@ from foreword.bench.workloads import (
     PromptBudget,
     make_conversations,
 )
-from foreword.cli.terminal import track_progress
 from foreword.config.options import Config
 from foreword.demo import DRAFTER, MODEL
 

@@ -50,12 +50,6 @@ def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
     return Ratio(math.exp(mean), math.exp(mean - width), math.exp(mean + width))
 
 
-def speed_ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> dict[str, float]:
-    """Speed relative to plain over rounds measured next to each other; {} of no rounds."""
-    ratio = geometric_mean_ratio([plain / other for plain, other in zip(plain_s, other_s, strict=True)])
-    return {} if ratio is None else ratio.as_dict()
-
-
 def verdict(ratio: Mapping[str, float]) -> str:
     """ "faster" or "slower" where the 95 % interval excludes 1, else "unclear"."""
     if "low" not in ratio or ratio["low"] <= 1 <= ratio["high"]:

@@ -5,26 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from rich.cells import get_character_cell_size
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from foreword.cli.startup import startup_line
 from foreword.core.readiness import OnLoadProgress
 from foreword.utils import logging as logs
-
-T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TAB_CELLS = 8
@@ -69,15 +60,6 @@ def loading_bar(description: str) -> Iterator[OnLoadProgress]:
         yield startup_line.on_load
     finally:
         startup_line.end()
-
-
-def track_progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """The items, with a progress bar."""
-    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        task = progress.add_task(description, total=total)
-        for item in items:
-            yield item
-            progress.advance(task)
 
 
 def set_up_logging(level: str, log_format: str = "text") -> None:

@@ -1,4 +1,4 @@
-"""Every script in benchmarks/ can be imported: a name that the package removes fails here."""
+"""Every script in benchmarks/ can be imported: a name that the package removes fails here. Some start."""
 
 import importlib
 import os
@@ -24,3 +24,14 @@ def test_script_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         if error.name is None or error.name.split(".")[0] not in PEERS:
             raise
         pytest.skip(f"{error.name} is not installed")
+
+
+@pytest.mark.parametrize("name", ["peers", "soak", "speculate_peers"])
+def test_script_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "usage:" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,14 +68,6 @@ def load_foreword(checkpoint: Path, log: Path, options: dict[str, str]) -> Itera
     assert facts["weight_bytes"] > 2 * 1024 * 256
     yield worker
     worker.close()
-
-
-def test_peers_script_starts() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "peers.py", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "llama.cpp" in done.stdout
 
 
 def test_random_checkpoint_answers_have_the_requested_length(checkpoint: Path) -> None:
@@ -151,9 +142,9 @@ def test_cached_prompt_is_no_measurement() -> None:
         peers._check_prompt({"ids": [1], "cached": 16})
 
 
-def test_foreword_with_other_answers_in_a_later_round_is_refused(foreword: Worker) -> None:
+def test_foreword_with_other_answers_in_a_later_round_is_refused() -> None:
     engine = peers.PeerEngine("foreword", "foreword")
-    one = peers.LoadedEngine(engine, foreword, {})
+    one = peers.LoadedEngine(engine, pytest.fail, pytest.fail)
     (measure, *_) = peers._measures(1024, argparse.Namespace(tokens=2, contexts=[], prompts=[]))
     one.add(measure, {"ids": [1, 2], "seconds": 0.5}, True)
     assert one.rounds["decode"] == [4.0]
