@@ -30,6 +30,7 @@ from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import RequestLog
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.apps import open_app
+from tests.support.asgi_client import InProcessEngineClient
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -130,6 +131,16 @@ def run_server(
         thread.join(WAIT_S)
         resources.close()
     assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def run_engine(config: Config) -> Iterator[RunningServer]:
+    """A server whose engine steps in its event loop: no process has to start."""
+    prepared = prepare_checkpoint(config)
+    client = InProcessEngineClient(prepared)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+        yield server
+    client.local.check()
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.engine_client.process_client import ProcessClient
-from tests.server.conftest import RunningServer, run_server
+from tests.server.conftest import RunningServer, run_engine
 from tests.support.tool_checkpoint import WEATHER, reasoning_bias, write_tool_checkpoint
 
 BLOCK_SIZE = 16
@@ -29,9 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         threads=1,
         speculate="grammar,suffix",
     )
-    prepared = prepare_checkpoint(config)
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+    with run_engine(config) as server:
         yield server
 
 

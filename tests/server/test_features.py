@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from foreword.checkpoint import prepare_checkpoint
 from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config
 from foreword.core.structured_output import StructuredOutput
-from foreword.engine_client.process_client import ProcessClient
-from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.server.conftest import MODEL, RunningServer, run_engine
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
 from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, HTTP
@@ -44,9 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         max_num_seqs=8,
         log_level="warning",
     )
-    prepared = prepare_checkpoint(config)
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
+    with run_engine(config) as served:
         yield served
 
 

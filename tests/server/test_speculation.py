@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.engine_client.process_client import ProcessClient
-from tests.server.conftest import RunningServer, run_server
+from tests.server.conftest import RunningServer, run_engine
 from tests.support.checkpoints import write_checkpoint
 
 LETTERS = "bcdfgjklm"  # the tokenizer merges none of these: text and tokens are one to one
@@ -31,10 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         draft_length="fixed",
         num_speculative_tokens=8,
     )
-    prepared = prepare_checkpoint(config)
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
-        ids = prepared.tokenizer.encode(LETTERS, add_special_tokens=False)
+    with run_engine(config) as served:
+        ids = served.app.state.models.loaded[0].tokenizer.encode(LETTERS, add_special_tokens=False)
         assert len(ids) == len(LETTERS)
         served.app.state.letters = ids
         yield served
