@@ -45,7 +45,7 @@ def banner_lines(
     url: str,
     load_s: float,
     encoder: EncoderInfo | None = None,
-    sampling_defaults: str = "",  # of the checkpoint, in words
+    sampling_defaults: str = "",  # the checkpoint's, in words
     has_chat_template: bool = True,
 ) -> tuple[str, ...]:
     """The lines in order; warnings last, where they are seen."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foreword.errors import ConfigError
 
-SOCKET_MODE = 0o660  # of a Unix socket: its owner and group may connect
+SOCKET_MODE = 0o660  # the owner and group of a Unix socket may connect
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,7 +75,7 @@ def _remove_stale_socket(path: Path) -> None:
 
 
 def bind_error(error: OSError, host: str, port: int) -> ConfigError:
-    """What a failed bind() or listen() means to the user."""
+    """The error of a failed bind() or listen() in the user's words."""
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"port {port} on {host} is in use; choose another with --port (0 takes a free one)", "port"

@@ -40,8 +40,8 @@ from foreword.server.http.request_log import open_request_log
 T = TypeVar("T")
 logger = logging.getLogger("foreword.serve")
 
-ENGINE_DEAD_GRACE_S = 2.0  # for clients to get their errors, and monitoring a 503 from /health
-CANCEL_GRACE_S = 1.0  # for clients to get the errors of cancelled requests
+ENGINE_DEAD_GRACE_S = 2.0  # clients get their errors, monitoring a 503 from /health
+CANCEL_GRACE_S = 1.0  # clients get the errors of cancelled requests
 EXTRA_FILES = 256  # open files besides the connections
 
 

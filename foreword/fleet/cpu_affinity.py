@@ -21,7 +21,7 @@ class ThreadDemand:
     """An engine that works now."""
 
     max_threads: int  # those of its start
-    cpus: tuple[int, ...]  # that it may run on
+    cpus: tuple[int, ...]  # CPUs that it may run on
 
 
 def share_threads(demands: Mapping[str, ThreadDemand]) -> dict[str, int]:
@@ -41,7 +41,7 @@ class ThreadSharing:
 
     def __init__(self, machine: Machine) -> None:
         self._cpus = machine.cpus
-        self._threads: dict[EngineClient, int] = {}  # as told to the engines that work
+        self._threads: dict[EngineClient, int] = {}  # last set, by working engine
 
     def update(self, working: Mapping[str, tuple[EngineClient, Config]]) -> None:
         """Call it when a model begins or ends to work.

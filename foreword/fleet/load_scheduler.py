@@ -27,8 +27,8 @@ from foreword.planning.memory import format_bytes
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
-MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # until the next attempt, doubled after each failed load
-PRELOAD_ORDER = 1 << 62  # after all requests
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # wait for the next attempt, doubled after each failed load
+PRELOAD_ORDER = 1 << 62  # rank behind all requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Refusal:
     model: str
     reason: Literal["load_failed", "does_not_fit"]
     retry_at_s: float | None = None  # when the model may be loaded again; None: never
-    detail: str = ""  # of does_not_fit: the arithmetic
+    detail: str = ""  # arithmetic of does_not_fit
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the caller does now. The scheduler counts it as done: it is not decided again."""
+    """Actions for the caller, which are not decided again: the scheduler counts them as done."""
 
     admitted: tuple[str, ...] = ()  # ids of requests that may run
     load: str | None = None
@@ -57,7 +57,7 @@ class Decision:
 class _Waiter:
     """A request, or a load without one."""
 
-    order: int  # of arrival
+    order: int  # order of arrival
     since_s: float
     may_evict: bool = True
 
@@ -65,7 +65,7 @@ class _Waiter:
 @dataclass(slots=True, eq=False)
 class _Model:
     plan: ModelPlan
-    num_bytes: int  # as planned, or the largest measured size
+    num_bytes: int  # planned, or the largest measured size
     pinned: bool
     state: ModelState = "unloaded"
     open: set[str] = field(default_factory=set)  # ids of admitted requests
@@ -95,9 +95,9 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """What a model lacks to be loaded."""
+    """Memory and places that a model lacks to be loaded."""
 
-    num_bytes: int  # of its device; at most 0: none
+    num_bytes: int  # memory of its device; at most 0: none
     num_models: int  # above `max_loaded`
 
     @property
@@ -212,7 +212,7 @@ class LoadScheduler:
         return self._models[model].pinned
 
     def num_bytes(self, model: str) -> int:
-        """What the model counts while it is in memory."""
+        """Memory that the model counts for."""
         return self._models[model].num_bytes
 
     def num_open(self, model: str) -> int:
@@ -222,7 +222,7 @@ class LoadScheduler:
         return len(self._models[model].waiting)
 
     def used_bytes(self, device: str = "cpu") -> int:
-        """Of all models in the device's memory, or on their way into it or out of it."""
+        """Memory of all models that are loaded, loading or unloading on the device."""
         models = self._models.values()
         return sum(each.num_bytes for each in models if each.takes_memory and each.plan.device == device)
 
@@ -249,7 +249,7 @@ class LoadScheduler:
     # Decisions
 
     def decide(self, now_s: float) -> Decision:
-        """What to do now; call it after events, and at `wake_s` of the decision before."""
+        """Decide what to do; call it after events, and at `wake_s` of the decision before."""
         self._start_waiting(now_s)
         self._refuse(now_s)
         refused, self._refused = tuple(self._refused), []
@@ -380,7 +380,7 @@ class LoadScheduler:
                 yield from self._idle_victims(device, excess) or []
 
     def _excess(self, device: str) -> _Shortage:
-        """What measured sizes exceed the limit by, as far as models can be evicted."""
+        """Excess of measured sizes over the limit, as far as models can be evicted."""
         models = [m for m in self._models.values() if m.state == "loaded" and m.plan.device == device]
         evictable = sum(model.num_bytes for model in models if not model.pinned)
         used = self.used_bytes(device) - self._unloading_bytes(device)
@@ -416,7 +416,7 @@ class LoadScheduler:
         return _smallest_set(idle, device, shortage)
 
     def _shortage(self, model: _Model, after_unloading: bool = False) -> _Shortage:
-        """What the model lacks now, or once the models that are being unloaded are gone."""
+        """The model's shortage now, or once the models that are being unloaded are gone."""
         device = model.plan.device
         used = self.used_bytes(device) - (self._unloading_bytes(device) if after_unloading else 0)
         states = ("loading", "loaded") if after_unloading else ("loading", "loaded", "unloading")

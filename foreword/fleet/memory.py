@@ -38,7 +38,7 @@ from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import MAX_CPU_KV_BYTES, ResolvedConfig, resolve
 from foreword.weights.hub import resolve_path
 
-PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, libraries, heap
+PROCESS_BYTES: Final = 256 << 20  # interpreter, libraries and heap of an engine
 MAX_KV_SHARES: Final = 4  # models among which the memory of KV caches is divided at most
 KV_CACHE: Final = "KV cache"
 ELSEWHERE: Final = "other machines"  # device of a model whose engines all run there
@@ -50,7 +50,7 @@ PROCESS_GROUP: Final = 2  # index in read_proc_stat()
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What a model and its replicas take of their device."""
+    """Memory of a model and its replicas on their device."""
 
     entry: ModelEntry  # its config has local paths, and the size of the KV cache
     device: str  # "cpu", "gpu0", ELSEWHERE or UNPLANNED
@@ -69,7 +69,7 @@ class ModelPlan:
 class FleetPlan:
     """The plans of all models, in their order."""
 
-    models: ModelsConfig  # with the configs of the plans
+    models: ModelsConfig  # entries as planned
     plans: tuple[ModelPlan, ...]
     memory_limits: Mapping[str, int]  # bytes, by device
 
@@ -300,7 +300,7 @@ def _describe_need(name: str, parts: Iterable[MemoryPart]) -> str:
 
 
 def _encoder_bytes(name: str) -> int:
-    """Of an encoder's process: its weights are float32 in memory, and at least 16 bits wide in the files."""
+    """Memory of an encoder's process: its weights are float32, and at least 16 bits wide in the files."""
     files = resolve_path(name).glob("*.safetensors")
     return PROCESS_BYTES + 2 * sum(file.stat().st_size for file in files)
 

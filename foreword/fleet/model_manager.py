@@ -34,8 +34,8 @@ from foreword.utils.threads import run_in_own_thread
 
 logger = logging.getLogger(__name__)
 
-MEASURE_INTERVAL_S: Final = 2.0  # of the memory of loaded models, which grows with use
-PROGRESS_INTERVAL_S: Final = 10.0  # of log lines while a model is loaded
+MEASURE_INTERVAL_S: Final = 2.0  # between measurements of loaded models, which grow with use
+PROGRESS_INTERVAL_S: Final = 10.0  # between log lines while a model is loaded
 
 
 def _ignore_progress(stage: str, done: int, total: int) -> None:
@@ -46,11 +46,11 @@ def _ignore_progress(stage: str, done: int, total: int) -> None:
 class _Model(ManagedModel):
     """A model and its processes."""
 
-    next_config: Config = field(kw_only=True)  # of the next load
-    processes: ModelProcesses | None = None  # from the beginning of a load to the end of an unload
-    recorder: MetricsRecorder | None = None  # from the first load on, so that counters never fall
-    error: str | None = None  # of the last load, or the end of the last engine
-    memory_bytes: int | None = None  # as measured while loaded
+    next_config: Config = field(kw_only=True)  # config of the next load
+    processes: ModelProcesses | None = None  # set when a load begins, None when an unload has ended
+    recorder: MetricsRecorder | None = None  # kept through unloads, so that counters never fall
+    error: str | None = None  # why the last load failed, or the last engine ended
+    memory_bytes: int | None = None  # measured while loaded
     unload_reason: str | None = None  # given by an operator
     watcher: asyncio.Task[None] | None = None  # waits for the end of the engine
     last_used_s: float = 0.0
@@ -99,7 +99,7 @@ class ModelManager:
         self._threads = ThreadSharing(read_machine())
         self.models = ServedModels(config, self._metrics, list(self._models.values()), self)
         self.dead = asyncio.Event()  # the engine of a pinned model that is alone is gone for good
-        self._first_load: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of that model
+        self._first_load: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: dict[str, asyncio.Future[None]] = {}  # by request id, until admission or refusal
         self._open: dict[str, _Model] = {}  # by request id, until end()
         self._tasks: set[asyncio.Task[None]] = set()  # cancelled by a shutdown
@@ -149,7 +149,7 @@ class ModelManager:
 
     @property
     def alone(self) -> LoadedModel | None:
-        """That model once it is loaded."""
+        """A pinned model that is alone, once it is loaded."""
         return None if self._alone is None else self._alone.loaded
 
     @property

@@ -186,7 +186,7 @@ def _connect(client: EngineClient, recorder: MetricsRecorder, probe: EngineProbe
 
 
 def _info_labels(name: str, info: EngineInfo) -> Mapping[str, str]:
-    """What runs, as labels of `foreword_info`."""
+    """Labels of `foreword_info`."""
     chosen = info.resolved
     return {
         "version": __version__,

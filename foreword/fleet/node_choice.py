@@ -8,14 +8,14 @@ from typing import Final
 
 from foreword.planning.memory import format_bytes
 
-MIN_SPARE_SHARE: Final = 0.5  # of the remaining servers' requests, before one is removed
+MIN_SPARE_SHARE: Final = 0.5  # free share of the remaining servers before one is removed
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one server of a model takes of a machine."""
+    """Resources that one server of a model takes."""
 
-    num_bytes: int  # of memory; of a GPU, if it runs there
+    num_bytes: int  # memory, of the GPU if it runs there
     cores: int
     gpus: int = 0
 
@@ -25,13 +25,13 @@ class NodeFacts:
     """A machine of the cluster, before a server is placed on it."""
 
     id: str
-    address: str  # of its network interface
-    free_bytes: int  # of memory
+    address: str  # network address
+    free_bytes: int  # free memory
     free_cores: float
     free_gpus: float
-    has_files: bool  # of the model
+    has_files: bool  # whether it has the model's files
     build: str  # digest of its installation of Foreword, "" without one
-    num_servers: int = 0  # of this model
+    num_servers: int = 0  # servers of this model
 
 
 def choose_node(nodes: Sequence[NodeFacts], needs: Needs, build: str) -> NodeFacts | None:
@@ -63,7 +63,7 @@ def why_not(node: NodeFacts, needs: Needs, build: str) -> str:
 class ModelLoad:
     """The requests of a model at one moment."""
 
-    longest_wait_s: float  # of a request without a token
+    longest_wait_s: float  # age of the oldest request without a token
     num_requests: int  # running and waiting
     max_num_seqs: int  # requests that one server runs at a time
 

@@ -28,10 +28,10 @@ from foreword.fleet.memory import plan_fleet
 from foreword.fleet.node_choice import Needs, NodeFacts
 from foreword.planning.hardware import hardware_info, probe_hardware
 
-LOCAL: Final = "local"  # as an address: a cluster of this machine alone, which ends with this process
+LOCAL: Final = "local"  # address of a cluster on this machine alone, which ends with this process
 NAMESPACE: Final = "foreword"
-CALL_TIMEOUT_S: Final = 60.0  # of a call on a machine; the first one starts a process there
-LOG_BYTES: Final = 4096  # of the end of a server's log
+CALL_TIMEOUT_S: Final = 60.0  # limit on a call on a machine; the first one starts a process there
+LOG_BYTES: Final = 4096  # read from the end of a server's log
 # Starts a process that is nobody's child, and prints its id. Ray ends the children of an actor with it.
 LAUNCHER: Final = """
 import subprocess, sys

@@ -17,11 +17,11 @@ from foreword.fleet.node_choice import Autoscaler, ModelLoad, Needs, NodeFacts, 
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S: Final = 1800.0  # until a server answers, a download included
-LOST_S: Final = 10.0  # without an answer until a server that did answer is replaced
-RETRY_S: Final = 10.0  # after a server that could not be placed, or ended while it was loading
+START_TIMEOUT_S: Final = 1800.0  # limit until a server answers, a download included
+LOST_S: Final = 10.0  # silence after which a server that did answer is replaced
+RETRY_S: Final = 10.0  # pause after a server could not be placed, or ended while it was loading
 CALL_TIMEOUT_S: Final = 10.0
-END_TIMEOUT_S, END_POLL_S = 30.0, 0.2  # of servers that are stopped at the end
+END_TIMEOUT_S, END_POLL_S = 30.0, 0.2  # limit and poll interval of stopping servers
 
 
 class Cluster(Protocol):

@@ -13,7 +13,7 @@ from foreword.errors import ShuttingDown
 from foreword.server.auth.keys import is_public
 from foreword.server.http.errors import error_response
 
-FINAL_ERROR_TIMEOUT_S = 1.0  # for a client to read why its answer ends
+FINAL_ERROR_TIMEOUT_S = 1.0  # time to send the reason to a client
 STOPPING_MESSAGE = "the server will shut down soon: requests are still taken, send new ones elsewhere"
 
 

@@ -26,7 +26,7 @@ from foreword.server.http.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0  # for an engine that does not answer now
+RETRY_AFTER_S = 1.0  # Retry-After while the engine does not answer
 PROBE_TIMEOUT_S = 5.0
 UNRESPONSIVE = Readiness("unresponsive", "the engine was idle and does not answer a one-token request")
 DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new requests are refused"
@@ -38,7 +38,7 @@ class EngineProbe:
     def __init__(
         self,
         client: EngineClient,
-        make_request: Callable[[str], Request],  # by request id
+        make_request: Callable[[str], Request],  # takes the request id
         idle_s: float,  # seconds without a step before a probe; 0: never probe
         timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
@@ -109,15 +109,15 @@ class HasHealth(Protocol):
 
     @property
     def readiness(self) -> Readiness:
-        """That of the only model if it is pinned; else "ok": models are loaded on demand."""
+        """The state of a pinned model that is alone; else "ok": models are loaded on demand."""
 
     @property
     def encoder(self) -> EncoderClient | None:
-        """The encoder of the only model."""
+        """The encoder of that model."""
 
     @property
     def probe(self) -> EngineProbe | None:
-        """That of the only model once it is loaded."""
+        """The probe of that model once it is loaded."""
 
 
 class Health:

@@ -26,7 +26,7 @@ class ServedName:
     names: tuple[str, ...]  # all names of the same model
     root: str  # the model's name, or the adapter's path
     parent: str | None = None  # name of the adapter's base
-    adapter: AdapterInfo | None = None  # of a loaded model
+    adapter: AdapterInfo | None = None  # known once the model is loaded
     is_encoder: bool = False
 
     def fingerprint(self, engine: str) -> str:

@@ -33,10 +33,10 @@ from foreword.server.loaded_model import Abortable, LoadedModel, count_forbidden
 from foreword.server.model_names import ModelNames
 from foreword.utils.logging import log_model
 
-MAX_FIELD_CHARS = 200  # of the name of an unknown field in an error
-MAX_LISTED_FIELDS, MAX_LISTED_CHARS = 16, 64  # of the ignored fields in a header, and of the name of each
+MAX_FIELD_CHARS = 200  # length of an unknown field's name in an error
+MAX_LISTED_FIELDS, MAX_LISTED_CHARS = 16, 64  # ignored fields in a header, length of each name
 MB = 1_000_000
-COMMENT_INTERVAL_S = 1.0  # of comments in a stream that waits for its model
+COMMENT_INTERVAL_S = 1.0  # between comments in a stream that waits for its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ManagedModel:
     names: ModelNames
     log_name: str  # prefix of log lines; "" if the server has no other model
     loaded: LoadedModel | None = None
-    max_model_len: int | None = None  # of the engine that was loaded last
+    max_model_len: int | None = None  # limit of the engine that was loaded last
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class ModelLoader(Protocol):
         """Unload it once open requests have ended."""
 
     def recorders(self) -> Sequence[MetricsRecorder]:
-        """Of all models that were loaded once."""
+        """Metrics of the models that were loaded once."""
 
 
 class ServedModels:

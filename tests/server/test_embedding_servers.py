@@ -22,6 +22,9 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.embedding_checkpoints import write_encoder
 from tests.support.waiting import WAIT_S, wait_until
 
+pytestmark = (
+    pytest.mark.full
+)  # tests/embedding has the encoder's restart, apis/embeddings both models' routes
 PROMPT = "the thing in the thing in the"
 TEXTS = [f"text {number} of the thing in the {'other ' * (number % 9)}" for number in range(24)]
 GENERATE = {

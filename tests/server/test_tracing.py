@@ -260,6 +260,7 @@ def run_collector() -> Iterator[Collector]:
             thread.join()
 
 
+@pytest.mark.full
 def test_server_of_its_own_sends_spans_of_the_demo_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path: flag, engine process, protobuf; the last spans are sent when the server ends."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "demo-server")

@@ -31,7 +31,7 @@ MESSAGES: Any = [
 ]
 
 
-@pytest.fixture(scope="module", params=["off", "suffix"])
+@pytest.fixture(scope="module", params=[pytest.param("off", marks=pytest.mark.full), "suffix"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ServerProcess, str]]:

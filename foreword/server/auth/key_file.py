@@ -50,8 +50,8 @@ class Key:
     models: tuple[str, ...] | None = None  # served names; None: all
     expires: float | None = None  # Unix time; None: never
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and answers
-    tokens_per_day: int | None = None  # of UTC; the usage database counts them
+    tokens_per_minute: int | None = None  # prompts and answers
+    tokens_per_day: int | None = None  # day of UTC; the usage database counts them
     max_concurrency: int | None = None  # open choices and texts
     priority: int | None = 0  # best allowed (lower is better), and the default if worse than 0; None: any
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 PUBLIC_PATHS = frozenset(
     {"/", "/health", "/ready", "/live", "/healthz", "/metrics", "/version", "/docs", "/openapi.json"}
 )
-ENGINE_PREFIX = "/engine/"  # of routes that take the engine key and no other
+ENGINE_PREFIX = "/engine/"  # prefix of routes that take the engine key and no other
 PUBLIC_PREFIX = "/ui/"  # files of the page, which has no data of its own
 MAX_KEY_BYTES = 512  # longer keys are refused without hashing
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -41,7 +41,7 @@ class RequestContext:
 
     cache_salt: str  # namespace of the prefix cache
     priority: int  # lower is served first
-    timeout_s: float | None = None  # for the whole request; None: no limit
+    timeout_s: float | None = None  # limit on the whole request; None: no limit
     fairness_key: str = ""
     meter: UsageMeter = field(default_factory=UsageMeter)
     model: str = ""  # name in answers
@@ -105,12 +105,12 @@ class Keyring:
     def __init__(
         self,
         cli_keys: str | None,  # joined by commas
-        path: Path | None,  # of the key file
+        path: Path | None,  # the key file
         share_prefix_cache: bool,
         usage: UsageLog | None = None,  # counts tokens of the day
         on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
         now: Callable[[], float] = time.time,  # Unix time, for expiry
-        clock: Callable[[], float] = time.monotonic,  # for limits
+        clock: Callable[[], float] = time.monotonic,  # clock of the limits
         engine_key: str | None = None,
     ) -> None:
         """Raises ConfigError for an invalid file, and for limits a day without a usage database."""

@@ -20,7 +20,7 @@ class KeyLimits:
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None  # of UTC
+    tokens_per_day: int | None = None  # day of UTC
     max_concurrency: int | None = None  # open choices and texts
 
 
@@ -64,7 +64,7 @@ class UsageMeter:
         limits: KeyLimits = NO_LIMITS,
         clock: Callable[[], float] = time.monotonic,
         on_refusal: Callable[[str], None] | None = None,  # called with one of the catalog's REJECTIONS
-        name: str = "",  # of the key
+        name: str = "",  # the key's
         usage: UsageLog | None = None,  # counts the tokens of the day
     ) -> None:
         self._clock = clock

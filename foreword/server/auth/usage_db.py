@@ -26,14 +26,14 @@ DIMENSIONS = ("day", "key", "model")
 
 
 class Usage(NamedTuple):
-    """What one key used of one model. Tokens are those of the answers' `usage` objects."""
+    """Usage of one model by one key. Tokens are those of the answers' `usage` objects."""
 
     requests: int = 0  # HTTP requests that were admitted and have ended
-    prompt_tokens: int = 0  # of prompts that got a first token; a prompt counts once for all its choices
-    cached_tokens: int = 0  # of those, found in the prefix cache
+    prompt_tokens: int = 0  # prompts that got a first token; each counts once for all its choices
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     generated_tokens: int = 0  # delivered, also to clients that disconnected later
     drafted_tokens: int = 0  # drafted and verified
-    accepted_tokens: int = 0  # of those, delivered
+    accepted_tokens: int = 0  # drafted tokens that were delivered
     errors: int = 0  # requests that ended with an error
 
     def plus(self, other: Usage) -> Usage:
@@ -46,9 +46,9 @@ class Usage(NamedTuple):
 
 
 class UsageId(NamedTuple):
-    """What a row is about."""
+    """The key of a row."""
 
-    day: str  # of UTC, such as 2030-01-31
+    day: str  # UTC, such as 2030-01-31
     key: str  # its name; "" without keys
     model: str  # name in answers
 

@@ -23,7 +23,7 @@ _values = attrgetter(*Usage._fields)
 
 
 class UsageCounter:
-    """What one key used of one model since the server started; the fields are those of Usage."""
+    """Usage of one model by one key since the server started; the fields are those of Usage."""
 
     __slots__ = ("_collected", "key", "model", *Usage._fields)
 
@@ -43,7 +43,7 @@ class UsageCounter:
             self.accepted_tokens += min(draft.num_accepted, num_tokens)
 
     def take_new(self) -> Usage | None:
-        """What was counted since the last call; None if nothing."""
+        """The usage since the last call; None if there is none."""
         now = Usage(*_values(self))
         if now == self._collected:
             return None

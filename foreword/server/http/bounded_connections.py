@@ -24,14 +24,14 @@ from foreword.server.http.errors import error_body, error_headers
 from foreword.server.http.request_log import RequestLog
 from foreword.server.http.responses import json_bytes
 
-MAX_HEADER_BYTES = 32 * 1024  # of a request line and its headers
+MAX_HEADER_BYTES = 32 * 1024  # request line and headers
 SEND_BUFFER_BYTES = 256 * 1024  # kernel buffer per connection, which a client that does not read fills
 MAX_READ_BYTES = 16 * 1024  # taken from a connection at once, so that parsing them holds up nobody
 MAX_SMALL_CHUNKS, MIN_CHUNK_BYTES = 512, 64  # chunks of a body; beyond that number, their least mean size
-REFUSED_BODY_TIMEOUT_S = 10.0  # for a client to notice an answer that came before its body was read
+REFUSED_BODY_TIMEOUT_S = 10.0  # time to notice an answer that came before the body was read
 BODY_TIMEOUT_FACTOR = 10  # limit on a whole body, in client timeouts
-SHUTDOWN_GRACE_S = 1  # for connections to close after the last answer
-NEW_CONNECTION_GRACE_S = 0.2  # at shutdown, for the first request of a connection to come and be refused
+SHUTDOWN_GRACE_S = 1  # time for connections to close after the last answer
+NEW_CONNECTION_GRACE_S = 0.2  # time at shutdown for the first request of a connection, which is refused
 UNSENT_IOCTL = termios.TIOCOUTQ if sys.platform == "linux" else 0  # bytes that the peer has not acknowledged
 STATUS_PHRASES = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
 
@@ -39,7 +39,7 @@ STATUS_PHRASES = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Req
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     max_connections: int
-    client_timeout_s: float  # for a request's head, between parts of a body, and to read part of an answer
+    client_timeout_s: float  # limit on a request's head, pauses within a body, and pauses of a reader
 
 
 def uvicorn_config(app: ASGIApp, config: Config, request_log: RequestLog | None = None) -> uvicorn.Config:
@@ -69,7 +69,7 @@ class TimeoutH11Protocol(H11Protocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._strict_conn = self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
-        self.access_log = False  # in any configuration: a path may hold a key
+        self.access_log = False  # never: a path may hold a key
         self._limits = limits
         self._request_log = request_log  # told about connections that are closed with an error
         self._awaited_part = ""  # sent next by the client: "head", "body" or ""

@@ -47,7 +47,7 @@ EXPECTED: Mapping[str, str] = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-MAX_KEY_DIGITS = 10  # of a key of logit_bias that is shown in a path
+MAX_KEY_DIGITS = 10  # longest key of logit_bias in a path
 MAX_SUGGESTED_CHARS = 64  # length of a path up to which similar routes are searched
 # Routes of other servers, and what serves their clients here.
 CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -215,7 +215,7 @@ def _allowed_methods(error: HTTPException) -> str:
 
 
 def _suggest_route(path: str, known: Collection[str]) -> str:
-    """What to use instead of a route that does not exist; "" if nothing is similar."""
+    """A hint at the route to use instead; "" if nothing is similar."""
     path = path.rstrip("/")
     if (hint := OTHER_APIS.get(path)) is not None:
         return f": {hint}"

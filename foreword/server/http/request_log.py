@@ -32,9 +32,9 @@ access_logger = logging.getLogger("foreword.access")
 
 OTHER_ROUTE = "other"  # no such route, or nothing that could be read as a request
 PROBES = ("/health", "/ready", "/engine/replicas")  # a 503 is their answer, not a refusal
-ENGINE_PATH = "/engine/"  # of other servers, which trace the requests that they send here
+ENGINE_PATH = "/engine/"  # routes of other servers, which trace their requests themselves
 WINDOW_S = 10.0
-MAX_LINES = 5  # of refusals of one kind in a window
+MAX_LINES = 5  # lines about refusals of one kind in a window
 # A field that the client made up is logged if it looks like a name: an API key or a sentence does not.
 FIELD_PATTERN = re.compile(r"[A-Za-z_]\w{0,39}(?:\[\d+\]|\.[A-Za-z_]\w{0,39}){0,9}", re.ASCII)
 
@@ -68,7 +68,7 @@ async def open_request_log(config: Config) -> AsyncIterator[RequestLog]:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """What refusals of one kind share."""
+    """Key under which refusals are aggregated."""
 
     status: int
     code: str  # or the type of an error without one
@@ -102,7 +102,7 @@ class RequestLog:
         scope: Mapping[str, Any],
         route: str,
         status: int,
-        refusal_body: bytes,  # of a refused request: the error envelope
+        refusal_body: bytes,  # error envelope of a refused request
         num_bytes: int,
         started_s: float,
     ) -> None:

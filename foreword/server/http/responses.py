@@ -17,7 +17,7 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is neve
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 MESSAGES_ROUTE = "/v1/messages"
-REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # of the header X-Request-Id and the field request_id
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # X-Request-Id and request_id
 
 
 def json_bytes(value: Any) -> bytes:

@@ -59,7 +59,7 @@ class EngineSessions:
     """The open sessions of all models."""
 
     def __init__(self, drain: DrainState) -> None:
-        build_digest()  # of what runs: an update may replace the files later
+        build_digest()  # cached now: an update may replace the files later
         self._drain = drain
         self._sessions: dict[str, _Session] = {}
         self._watched: WeakSet[EngineClient] = WeakSet()

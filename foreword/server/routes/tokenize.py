@@ -29,7 +29,7 @@ class TokenizeBody(TemplateOptions):
     model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    tools: list[ChatTool] | None = None  # of messages
+    tools: list[ChatTool] | None = None  # for a prompt of messages
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool | None = None
 
