@@ -13,8 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
-from foreword.cli.check_models import check_plan
-from foreword.cli.check_report import CheckResult, describe_parts
+from foreword.cli.check_models import CheckResult, check_plan, describe_parts
 from foreword.cli.configuration import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count

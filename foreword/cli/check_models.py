@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
-from foreword.cli.check_report import INDENT, CheckResult, describe_parts
 from foreword.config.models_file import ModelEntry, ModelsConfig
 from foreword.config.units import format_cpus, parse_cpus
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
 from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet
 from foreword.planning.memory import format_bytes
+from foreword.planning.memory_plan import MemoryPart
 from foreword.planning.replica_resources import read_machine
 
+INDENT = " " * 7  # of lines below the first of a result
 MAX_LISTED_SETS = 8
 MAX_COMBINED = 12  # unpinned models of which all sets are tried
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One line of the report."""
+
+    ok: bool | None  # None: a note
+    text: str
+
+
+def describe_parts(parts: Sequence[MemoryPart]) -> str:
+    """One line for each part of the memory, aligned."""
+    names = [f"  {part.name}" if part.is_subset else part.name for part in parts]
+    sizes = [format_bytes(part.num_bytes) for part in parts]
+    width, size_width = max(map(len, names)), max(map(len, sizes))
+    return "\n".join(
+        f"{INDENT}{name:{width}}  {size:>{size_width}}  {part.detail}".rstrip()
+        for name, size, part in zip(names, sizes, parts, strict=True)
+    )
 
 
 def check_plan(models: ModelsConfig) -> Iterator[CheckResult]:
