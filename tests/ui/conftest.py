@@ -14,8 +14,9 @@ import pytest
 
 from foreword.bench.server import ServerProcess
 from tests.server.conftest import RunningServer, run_server
-from tests.server.conftest import demo as demo  # the fixture of the bundled model
-from tests.support.fakes import FakeOutput
+from tests.server.conftest import demo as demo  # a fixture: the bundled model
+from tests.support.fakes import FakeOutput, byte_tokenizer
+from tests.support.tool_checkpoint import chat_template
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_MS = 120_000  # reached only by a hang
@@ -41,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Watch:
-    """What a page did that it must not do."""
+    """Errors of a page, and its requests to other origins."""
 
     origin: str
     problems: list[str] = field(default_factory=list)
@@ -94,8 +95,19 @@ class OpenPage:
     def answer(self, index: int = -1) -> str:
         return str(self.page.locator(".answer .text").nth(index).inner_text())
 
-    def setting(self, label: str, value: str) -> None:
-        self.page.locator(".panel").get_by_label(label, exact=False).first.fill(value)
+    def fill_other_fields(self, body: str) -> None:
+        """Further fields of the body, as JSON, in the settings."""
+        field = self.page.get_by_label("Other fields of the body, as JSON")
+        field.evaluate("field => { field.closest('details').open = true; }")
+        field.fill(body)
+
+    def send_long(self, num_tokens: int) -> None:
+        """Ask for a long answer without drafts and wait until it has begun."""
+        self.page.get_by_label("speculation", exact=True).select_option("off")
+        self.page.get_by_label("max_tokens", exact=True).fill(str(num_tokens))
+        self.fill_other_fields('{"ignore_eos": true}')
+        self.send("What is speculative decoding?")
+        self.page.wait_for_function("() => document.querySelector('.answer .text')?.innerText.length > 20")
 
 
 @pytest.fixture
@@ -137,8 +149,16 @@ def fake(fake_server: RunningServer) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
+def tooled() -> Iterator[RunningServer]:
+    """A fake engine behind a template in the format hermes."""
+    with run_server(tokenizer=byte_tokenizer(chat_template("hermes"))) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
 def screenshots() -> Path | None:
-    """Where pictures are kept, if anybody wants them."""
+    """Folder for screenshots, if FOREWORD_SCREENSHOTS names one."""
     folder = os.environ.get("FOREWORD_SCREENSHOTS")
     if folder is None:
         return None

@@ -15,9 +15,9 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_server
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
+from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import image_processor, image_tokenizer, png
-from tests.support.tool_checkpoint import WEATHER, chat_template
+from tests.support.tool_checkpoint import WEATHER
 from tests.support.waiting import wait_until
 from tests.ui.conftest import OpenPage
 
@@ -30,6 +30,16 @@ THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
 MARKS = """() => [...document.querySelectorAll('.answer .text .tok')].map(token => [
     token.textContent, true, token.dataset.drafter,
     token.dataset.confidence === undefined ? null : Number(token.dataset.confidence)])"""
+# Paste or drop a picture: [way, its bytes in base64].
+TRANSFER = """([way, data]) => {
+    const bytes = Uint8Array.from(atob(data), char => char.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], "picture.png", {type: "image/png"}));
+    const target = document.querySelector(way === "paste" ? ".input" : ".composer");
+    target.dispatchEvent(way === "paste"
+        ? new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true, cancelable: true})
+        : new DragEvent("drop", {dataTransfer: transfer, bubbles: true, cancelable: true}));
+}"""
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">
 
 [click](javascript:window.hacked=3) [data](data:text/html,<script>window.hacked=4</script>)
@@ -49,6 +59,11 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 
 def submitted(server: RunningServer) -> Any:
     return server.client.submitted[-1]
+
+
+def prompt_text(server: RunningServer) -> str:
+    """The last prompt, without special tokens."""
+    return bytes(token for token in submitted(server).prompt_ids if token < 256).decode()
 
 
 def streamed_tokens(body: str) -> list[list[Any]]:
@@ -186,7 +201,7 @@ def test_choices_stand_side_by_side(open_page: Open, fake: RunningServer) -> Non
     assert "3 answers shared the server" in page.locator(".verdict").inner_text()
     page.get_by_role("radio", name="Choice 2").check()
     page.ask("Next", 6)
-    assert b"choice 1" in bytes(token for token in submitted(fake).prompt_ids if token < 256)
+    assert "choice 1" in prompt_text(fake)
 
 
 def test_settings_are_fields_of_the_request(open_page: Open, fake: RunningServer) -> None:
@@ -199,7 +214,7 @@ def test_settings_are_fields_of_the_request(open_page: Open, fake: RunningServer
     params = submitted(fake).params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.5, 7, 9, 42)
     assert params.stop == ("END", "STOP")
-    assert b"system\nBe brief." in bytes(token for token in submitted(fake).prompt_ids if token < 256)
+    assert "system\nBe brief." in prompt_text(fake)
     page.get_by_label("temperature", exact=True).fill("")
     page.ask("Hi", 2)
     assert submitted(fake).params.temperature != 0.5
@@ -231,8 +246,7 @@ def test_files_are_sent_as_text(open_page: Open, fake: RunningServer) -> None:
     chooser.value.set_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"contents of a file"})
     page.wait_for_selector(".chip")
     page.ask("Read it")
-    prompt = bytes(token for token in submitted(fake).prompt_ids if token < 256)
-    assert b"File a.txt:\n```\ncontents of a file\n```\n\nRead it" in prompt
+    assert "File a.txt:\n```\ncontents of a file\n```\n\nRead it" in prompt_text(fake)
 
 
 @pytest.fixture(scope="module")
@@ -247,18 +261,7 @@ def seeing() -> Iterator[RunningServer]:
 def test_picture_is_pasted_or_dropped(open_page: Open, seeing: RunningServer, way: str) -> None:
     page = open_page(seeing)
     page.wait_for_function("() => document.querySelector('.model-name')?.textContent")
-    page.evaluate(
-        """([way, data]) => {
-            const bytes = Uint8Array.from(atob(data), char => char.charCodeAt(0));
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([bytes], "red.png", {type: "image/png"}));
-            const target = document.querySelector(way === "paste" ? ".input" : ".composer");
-            target.dispatchEvent(way === "paste"
-                ? new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true, cancelable: true})
-                : new DragEvent("drop", {dataTransfer: transfer, bubbles: true, cancelable: true}));
-        }""",
-        [way, base64.b64encode(png("red")).decode()],
-    )
+    page.evaluate(TRANSFER, [way, base64.b64encode(png("red")).decode()])
     page.wait_for_selector(".chip img")
     page.ask("What is it?")
     assert page.answer() == "A red picture."
@@ -269,24 +272,9 @@ def test_picture_is_pasted_or_dropped(open_page: Open, seeing: RunningServer, wa
 def test_model_without_eyes_refuses_pictures(open_page: Open, fake: RunningServer) -> None:
     page = open_page(fake)
     page.wait_for_function("() => document.querySelector('.model-name')?.textContent")
-    page.evaluate(
-        """() => {
-            const transfer = new DataTransfer();
-            transfer.items.add(new File(["x"], "x.png", {type: "image/png"}));
-            document.querySelector(".input").dispatchEvent(
-                new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true, cancelable: true}));
-        }"""
-    )
+    page.evaluate(TRANSFER, ["paste", base64.b64encode(b"x").decode()])
     page.wait_for_selector(".toast.bad")
     assert page.locator(".toast").inner_text() == "This model takes no pictures"
-
-
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[RunningServer]:
-    """A fake engine behind a template in the format hermes."""
-    with run_server(tokenizer=byte_tokenizer(chat_template("hermes"))) as server:
-        yield server
-        server.wait_until_idle()
 
 
 def test_tool_call_is_a_card_that_grows(open_page: Open, tooled: RunningServer) -> None:
@@ -310,7 +298,7 @@ def test_tool_call_is_a_card_that_grows(open_page: Open, tooled: RunningServer) 
     page.button("Send the results").click()
     page.wait_done(2)
     assert page.answer() == "It is 5 degrees."
-    assert b'{"degrees": 5}' in bytes(token for token in submitted(tooled).prompt_ids if token < 256)
+    assert '{"degrees": 5}' in prompt_text(tooled)
 
 
 # What a model writes
@@ -469,24 +457,14 @@ def test_error_of_the_server_is_shown(open_page: Open, fake: RunningServer) -> N
     assert page.answer() == "abc"
     assert "The script says so" in page.locator(".note.bad").inner_text()
     page.watch.allowed = "400"
-    page.get_by_label("Other fields of the body, as JSON").evaluate(
-        "field => { field.closest('details').open = true; }"
-    )
-    page.get_by_label("Other fields of the body, as JSON").fill('{"no_such_field": 1}')
+    page.fill_other_fields('{"no_such_field": 1}')
     page.ask("Fail", 2)
     assert "no_such_field" in page.locator(".note.bad").last.inner_text()
 
 
 def test_answer_goes_on_when_the_engine_is_killed(open_page: Open, demo: RunningServer) -> None:
     page = open_page(demo)
-    page.get_by_label("speculation", exact=True).select_option("off")
-    page.get_by_label("max_tokens", exact=True).fill("700")
-    page.get_by_label("Other fields of the body, as JSON").evaluate(
-        "field => { field.closest('details').open = true; }"
-    )
-    page.get_by_label("Other fields of the body, as JSON").fill('{"ignore_eos": true}')
-    page.send("What is speculative decoding?")
-    page.wait_for_function("() => document.querySelector('.answer .text')?.innerText.length > 20")
+    page.send_long(700)
     restarts = demo.http.get("/health").json()["restarts"]
     os.kill(demo.client.pid, signal.SIGKILL)
     assert page.locator(".answer.streaming").count() == 1, "killed in mid-stream"
@@ -506,14 +484,7 @@ def test_page_outlives_its_server(open_page: Open) -> None:
     config = Config(threads=1, kv_cache_memory="8000tokens", log_level="warning")
     with ServerProcess(config, flags) as first:
         page = open_page(first, allowed="ERR_|503")  # refused, broken off, still loading
-        page.get_by_label("speculation", exact=True).select_option("off")
-        page.get_by_label("max_tokens", exact=True).fill("900")
-        page.get_by_label("Other fields of the body, as JSON").evaluate(
-            "field => { field.closest('details').open = true; }"
-        )
-        page.get_by_label("Other fields of the body, as JSON").fill('{"ignore_eos": true}')
-        page.send("What is speculative decoding?")
-        page.wait_for_function("() => document.querySelector('.answer .text')?.innerText.length > 20")
+        page.send_long(900)
         os.kill(first.pid, signal.SIGKILL)
         page.wait_done()
     assert "connection broke" in page.locator(".answer .note.bad").inner_text()
@@ -593,7 +564,7 @@ def test_link_fills_in_a_prompt_and_sends_nothing(open_page: Open, fake: Running
     assert not fake.client.submitted
     page.get_by_label("Message", exact=True).press("Enter")
     page.wait_done()
-    assert b"Be kind" in bytes(token for token in submitted(fake).prompt_ids if token < 256)
+    assert "Be kind" in prompt_text(fake)
 
 
 # Keyboard

@@ -15,8 +15,8 @@ from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from foreword.server.auth.key_file import hash_key
 from tests.server.conftest import RunningServer, run_server
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
-from tests.support.tool_checkpoint import WEATHER, chat_template
+from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
+from tests.support.tool_checkpoint import WEATHER
 from tests.ui.conftest import DESKTOP, OpenPage
 
 Open = Callable[..., OpenPage]
@@ -41,19 +41,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     "phone": {"color_scheme": "light", **PHONE},
     "phone-dark": {"color_scheme": "dark", **PHONE},
 }
+HIDE = """hidden => {
+    Object.defineProperty(document, "hidden", {get: () => hidden, configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 AXE_RULES = {
     "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
     "resultTypes": ["violations"],
 }
 MAX_TASK_US = 50_000  # CPU time: a busy machine does not lengthen it
 NUM_TOKENS = 10_000
-
-
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[RunningServer]:
-    with run_server(tokenizer=byte_tokenizer(chat_template("hermes"))) as server:
-        yield server
-        server.wait_until_idle()
 
 
 @pytest.fixture(scope="session")
@@ -250,20 +247,10 @@ def test_hidden_page_asks_nothing(open_page: Open, fake: RunningServer) -> None:
     page.wait_for_load_state("networkidle")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.evaluate(
-        """() => {
-            Object.defineProperty(document, "hidden", {get: () => true, configurable: true});
-            document.dispatchEvent(new Event("visibilitychange"));
-        }"""
-    )
+    page.evaluate(HIDE, True)
     page.clock.run_for(600_000)
     assert asked == []
-    page.evaluate(
-        """() => {
-            Object.defineProperty(document, "hidden", {get: () => false, configurable: true});
-            document.dispatchEvent(new Event("visibilitychange"));
-        }"""
-    )
+    page.evaluate(HIDE, False)
     page.clock.run_for(3_000)
     page.wait_for_function("() => document.querySelector('.tile')")
     assert any(url.endswith("/metrics") for url in asked)

@@ -50,7 +50,7 @@ export class Choice {
     this.seconds = now;
   }
 
-  /** All that the model wrote, to compare two answers. */
+  /** The whole text of the model, to compare two answers. */
   get transcript() {
     return JSON.stringify([this.reasoning.text, this.content.text,
       this.calls.map(call => [call.name, call.arguments.text])]);
@@ -246,7 +246,7 @@ export class AnswerView {
   }
 }
 
-// What a mark says, on hover and on focus.
+// The tip of a drafted token, on hover and on focus.
 
 const tip = h("div", { class: "tip", role: "tooltip", id: "token-tip", hidden: true });
 

@@ -1,4 +1,4 @@
-// The page: which view is shown, and what all views share.
+// The page: chooses the view, and holds the state that views share.
 
 import { mountTips } from "./answer.js";
 import { ApiError, getJson } from "./api.js";

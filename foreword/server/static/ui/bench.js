@@ -1,6 +1,6 @@
 // A result of `foreword bench speculate --json FILE`: the ratios to speculation off, with their intervals.
 
-import { fmt, h } from "./dom.js";
+import { fmt, h, numberCell, rowHead, tableHead } from "./dom.js";
 import { intervals } from "./plot.js";
 
 const RATIOS = [["throughput", "Tokens a second"], ["first_token", "First token"], ["slowest_request", "Slowest request"]];
@@ -20,11 +20,11 @@ export function benchView(result) {
       intervals(rows, `${title}, ${mode} over off: ${rows.map(row => `${row.name} ${row.ratio.toFixed(2)}`).join(", ")}`)) : null;
   }));
   const detail = modes.map(mode => h("table", { class: "wide" }, h("caption", null, `Drafts of ${mode}`),
-    h("thead", null, h("tr", null, ["case", "tokens/s", "tokens a step", "accepted"].map(name => h("th", { scope: "col" }, name)))),
+    tableHead(["case", "tokens/s", "tokens a step", "accepted"]),
     h("tbody", null, result.cells.filter(cell => cell.modes?.[mode]).map(cell => {
       const figures = cell.modes[mode], number = value => typeof value === "number" ? fmt.number(value) : "–";
-      return h("tr", null, h("th", { scope: "row" }, nameOf(cell)), h("td", { class: "num" }, number(figures.tokens_per_second)), h("td", { class: "num" }, number(figures.tokens_per_step)),
-        h("td", { class: "num" }, typeof figures.acceptance === "number" ? fmt.percent(figures.acceptance) : "–"));
+      return h("tr", null, rowHead(nameOf(cell)), numberCell(number(figures.tokens_per_second)), numberCell(number(figures.tokens_per_step)),
+        numberCell(typeof figures.acceptance === "number" ? fmt.percent(figures.acceptance) : "–"));
     }))));
   const facts = [result.model, result.rounds && fmt.plural(Number(result.rounds), "round")].filter(value => typeof value === "string");
   return h("div", { class: "bench" }, facts.length ? h("p", { class: "soft" }, facts.join(", ")) : null,

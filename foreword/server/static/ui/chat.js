@@ -37,7 +37,7 @@ export class Chat {
         button("Import", "up", () => this.import(), { text: true }),
         button("Export all", "down", () => this.export(this.conversations), { text: true })));
     this.log = h("div", { class: "log", tabindex: "0", role: "region", "aria-label": "Conversation" });
-    // What grows below the place in sight scrolls nothing: only a reader who goes up leaves the end.
+    // Text that grows below the visible part does not scroll: only a reader who goes up leaves the end.
     this.log.addEventListener("scroll", () => {
       const { scrollTop, scrollHeight, clientHeight } = this.log;
       this.sticks = scrollHeight - scrollTop - clientHeight < 60 || (this.sticks && scrollTop >= this.scrolled);
@@ -356,7 +356,7 @@ export class Chat {
     this.app.refreshModels();
   }
 
-  /** Receive a stream into choices; whatever ends it is told by them. */
+  /** Receive a stream into choices, which also record how it ended. */
   async receive(body, choices, signal, changed, told = null) {
     const sent = performance.now();
     const onEvents = events => {

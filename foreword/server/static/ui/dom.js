@@ -21,9 +21,18 @@ function fill(element, props, children) {
     else if (name === "vars") for (const [key, item] of Object.entries(value)) element.style.setProperty(key, item);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
+  element.append(...shown(children));
   return element;
 }
+
+/** Children of all depths, without those that are null, undefined or false. */
+const shown = children => children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false);
+
+/** The head of a table; columns of numbers are aligned to the right. */
+export const tableHead = (names, numeric = []) => h("thead", null, h("tr", null,
+  names.map(name => h("th", { scope: "col", class: numeric.includes(name) ? "num" : null }, name))));
+export const rowHead = (...children) => h("th", { scope: "row" }, children);
+export const numberCell = (...children) => h("td", { class: "num" }, children);
 
 const ICONS = {
   plus: "M8 3v10M3 8h10",
@@ -65,7 +74,7 @@ export const coded = text => (text || "").split("`").map((part, index) => index 
 
 /** Replace the children of an element. */
 export function put(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...shown(children));
   return element;
 }
 

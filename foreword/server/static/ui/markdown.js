@@ -4,7 +4,7 @@
 import { button, copy, h } from "./dom.js";
 
 const LONG_LEAF = 2000; // characters after which an open block is closed, so that a frame's work is bounded
-const LONG_RAW = 4000; // of one element of plain text
+const LONG_RAW = 4000; // characters in one element of plain text
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
@@ -51,8 +51,8 @@ export class MarkdownView {
   constructor(root, source) {
     this.root = root;
     this.source = source;
-    this.lineStart = 0; // of the first line that is not parsed
-    this.tail = 0; // up to where that line is shown
+    this.lineStart = 0; // offset of the first line that is not parsed
+    this.tail = 0; // offset up to which that line is shown
     this.leaf = null; // the open block: {element, ranges, kind}
     this.lists = []; // open lists, outermost first: {element, indent}
     this.table = null; // {body, rows}

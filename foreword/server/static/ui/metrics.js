@@ -35,15 +35,17 @@ export class Reading {
     return this.samples.has(name);
   }
 
-  sum(name, wanted = {}) {
-    return this.list(name).filter(({ labels }) => Object.entries(wanted).every(([key, value]) => labels[key] === value))
-      .reduce((total, { value }) => total + value, 0);
+  sum(name) {
+    return this.list(name).reduce((total, { value }) => total + value, 0);
   }
 
-  /** Sums by the values of one label. */
-  by(name, label) {
+  /** Sums by the values of one label, of the samples with the `wanted` labels. */
+  by(name, label, wanted = {}) {
     const sums = new Map();
-    for (const { labels, value } of this.list(name)) sums.set(labels[label], (sums.get(labels[label]) || 0) + value);
+    for (const { labels, value } of this.list(name)) {
+      if (Object.entries(wanted).some(([key, other]) => labels[key] !== other)) continue;
+      sums.set(labels[label], (sums.get(labels[label]) || 0) + value);
+    }
     return sums;
   }
 
@@ -74,7 +76,7 @@ export class Reading {
 }
 
 /** The increase of a counter a second between two readings; 0 after a restart of the server. */
-export function rate(before, after, name, wanted) {
+export function rate(before, after, name) {
   const seconds = after.at - before.at;
-  return seconds > 0 ? Math.max(after.sum(name, wanted) - before.sum(name, wanted), 0) / seconds : 0;
+  return seconds > 0 ? Math.max(after.sum(name) - before.sum(name), 0) / seconds : 0;
 }

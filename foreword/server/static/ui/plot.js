@@ -4,10 +4,10 @@ import { s } from "./dom.js";
 
 const LEFT = 46, BOTTOM = 20, TOP = 8, RIGHT = 8;
 
-const NARROW = 760; // of the window, in CSS pixels
-const MAX_LOG_RATIO = Math.log(10); // of the axis: intervals of few rounds have no end
+const NARROW = 760; // window width in CSS pixels
+const MAX_LOG_RATIO = Math.log(10); // limit of the axis: intervals of few rounds have no end
 
-/** Of a plot's coordinates: fewer in a narrow window, so that texts stay readable. */
+/** Width of a plot in its own coordinates: smaller in a narrow window, so that texts stay readable. */
 const plotWidth = () => innerWidth < NARROW ? 330 : 560;
 
 /** A round number at or above `value`, of which axes are made. */

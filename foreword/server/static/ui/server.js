@@ -2,7 +2,7 @@
 
 import { getJson, getText, key, postJson } from "./api.js";
 import { benchView } from "./bench.js";
-import { button, fmt, h, pickFiles, put, toast } from "./dom.js";
+import { button, fmt, h, numberCell, pickFiles, put, rowHead, tableHead, toast } from "./dom.js";
 import { Reading, rate } from "./metrics.js";
 import { lines, meter, sparkline, stacked } from "./plot.js";
 import { styleOf } from "./source.js";
@@ -178,20 +178,17 @@ export class ServerView {
     const used = [...drafted].filter(([, count]) => count > 0);
     const forced = now.sum("spec_forced_tokens_total");
     put(this.drafters, used.length ? h("table", { class: "wide" },
-      h("thead", null, h("tr", null, [["drafter"], ["drafted", "num"], ["accepted", "num"], ["share"], ["a draft", "num"]].map(([name, kind]) => h("th", { scope: "col", class: kind }, name)))),
+      tableHead(["drafter", "drafted", "accepted", "share", "a draft"], ["drafted", "accepted", "a draft"]),
       h("tbody", null, used.map(([name, count]) => h("tr", null,
-        h("th", { scope: "row" }, h("span", { class: `swatch d-${styleOf(name)}` }, "ab"), ` ${name}`),
-        h("td", { class: "num" }, fmt.count(count)), h("td", { class: "num" }, fmt.count(accepted.get(name) || 0)),
+        rowHead(h("span", { class: `swatch d-${styleOf(name)}` }, "ab"), ` ${name}`),
+        numberCell(fmt.count(count)), numberCell(fmt.count(accepted.get(name) || 0)),
         h("td", null, h("span", { class: "with-meter" }, meter((accepted.get(name) || 0) / count, `d-${styleOf(name)}`), fmt.percent((accepted.get(name) || 0) / count))),
-        h("td", { class: "num" }, `${fmt.number(count / Math.max(drafts.get(name), 1))} → ${fmt.number((accepted.get(name) || 0) / Math.max(drafts.get(name), 1))}`)))))
+        numberCell(`${fmt.number(count / Math.max(drafts.get(name), 1))} → ${fmt.number((accepted.get(name) || 0) / Math.max(drafts.get(name), 1))}`)))))
       : h("p", { class: "soft" }, now.has("spec_drafts_total") ? "Nothing was drafted yet." : now.has("info") ? "Speculation is off." : "No model is loaded."),
       forced > 0 && h("p", { class: "soft" }, `${fmt.plural(forced, "token")} more ${forced === 1 ? "was" : "were"} forced by a grammar.`));
     const series = used.map(([name]) => {
-      const of = metric => now.list(metric).filter(({ labels }) => labels.drafter === name);
-      const hits = new Map();
-      for (const { labels, value } of of("spec_accepted_tokens_per_position_total")) hits.set(labels.position, (hits.get(labels.position) || 0) + value);
-      const tries = new Map();
-      for (const { labels, value } of of("spec_draft_tokens_per_position_total")) tries.set(labels.position, (tries.get(labels.position) || 0) + value);
+      const hits = now.by("spec_accepted_tokens_per_position_total", "position", { drafter: name });
+      const tries = now.by("spec_draft_tokens_per_position_total", "position", { drafter: name });
       const points = [...tries].filter(([, count]) => count > 0).map(([place, count]) => [Number(place) + 1, (hits.get(place) || 0) / count]).sort((a, b) => a[0] - b[0]);
       return { name, kind: `d-${styleOf(name)}`, points };
     });
@@ -208,7 +205,7 @@ export class ServerView {
   }
 
   drawOutcomes(now) {
-    const row = (name, count) => h("tr", null, h("th", { scope: "row" }, name), h("td", { class: "num" }, fmt.count(count)));
+    const row = (name, count) => h("tr", null, rowHead(name), numberCell(fmt.count(count)));
     const finished = [...now.by("requests_finished_total", "reason")].filter(([, count]) => count > 0);
     const refused = [...now.by("requests_rejected_total", "reason")].filter(([, count]) => count > 0);
     const latency = now.quantile("inter_token_latency_seconds", .5);
@@ -216,7 +213,7 @@ export class ServerView {
       finished.map(([reason, count]) => row(`ended: ${reason}`, count)), refused.map(([reason, count]) => row(`refused: ${reason}`, count)),
       now.sum("preemptions_total") > 0 && row("preempted", now.sum("preemptions_total")),
       now.sum("engine_restarts_total") > 0 && row("engine restarts", now.sum("engine_restarts_total")),
-      latency !== null && h("tr", null, h("th", { scope: "row" }, "time a token (median)"), h("td", { class: "num" }, fmt.seconds(latency)))))
+      latency !== null && h("tr", null, rowHead("time a token (median)"), numberCell(fmt.seconds(latency)))))
       : h("p", { class: "soft" }, "No request has ended yet."));
   }
 
@@ -240,14 +237,13 @@ export class ServerView {
     this.modelState = state;
     const managed = cards.some(card => typeof card.estimated_bytes === "number"); // a server of one model plans none
     const columns = ["model", ...(managed ? ["state", "memory", "open", "waiting"] : []), "context", "takes", "drafters", ...(managed ? ["actions"] : [])];
-    const numeric = ["memory", "open", "waiting", "context"];
     const focused = this.models.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const replicas = cards.filter(isMain).flatMap(card => (card.replicas || []).map(replica => ({ ...replica, model: card.id })));
     put(this.models, h("div", { class: "table-wrap" }, h("table", { class: "wide middle" },
-      h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col", class: numeric.includes(name) ? "num" : null }, name)))),
-      h("tbody", null, cards.filter(card => !isAlias(card)).map(card => h("tr", null, h("th", { scope: "row" }, card.id, nameNotes(card, cards).map(note => h("small", null, ` ${note}`))),
+      tableHead(columns, ["memory", "open", "waiting", "context"]),
+      h("tbody", null, cards.filter(card => !isAlias(card)).map(card => h("tr", null, rowHead(card.id, nameNotes(card, cards).map(note => h("small", null, ` ${note}`))),
         managed && this.stateCells(card),
-        h("td", { class: "num" }, card.max_model_len ? fmt.count(card.max_model_len) : "–"),
+        numberCell(card.max_model_len ? fmt.count(card.max_model_len) : "–"),
         h("td", null, isEncoder(card) ? "text, for embeddings" : (card.input_modalities || ["text"]).join(", ")),
         h("td", null, (card.drafters || []).join(", ") || "–"),
         managed && h("td", null, this.modelActions(card)))))),
@@ -261,8 +257,8 @@ export class ServerView {
     return [
       h("td", null, h("span", { class: `badge ${card.status}` }, card.status), card.pinned && h("small", null, " pinned"),
         progress && h("progress", { value: card.progress, max: 1, "aria-label": `Loading ${card.id}` }), card.error && h("small", { class: "bad" }, ` ${card.error}`)),
-      h("td", { class: "num" }, card.memory_bytes && `${fmt.bytes(card.memory_bytes)} `, h("small", { title: "as planned" }, `${card.memory_bytes ? "of " : ""}≈ ${fmt.bytes(card.estimated_bytes)}`)),
-      h("td", { class: "num" }, fmt.count(card.open_requests)), h("td", { class: "num" }, fmt.count(card.waiting_requests)),
+      numberCell(card.memory_bytes && `${fmt.bytes(card.memory_bytes)} `, h("small", { title: "as planned" }, `${card.memory_bytes ? "of " : ""}≈ ${fmt.bytes(card.estimated_bytes)}`)),
+      numberCell(fmt.count(card.open_requests)), numberCell(fmt.count(card.waiting_requests)),
     ];
   }
 
@@ -303,19 +299,18 @@ export class ServerView {
     this.operators.hidden = false;
     this.adminCard.hidden = true;
     if (this.requests.querySelector("button:active")) return;
-    const head = names => h("thead", null, h("tr", null, names.map(name => h("th", { scope: "col" }, name))));
     const cell = value => h("td", { class: typeof value === "number" ? "num" : null }, typeof value === "number" ? fmt.number(value) : value ?? "–");
-    put(this.requests, requests.length ? h("table", { class: "wide" }, head(["id", "key", "state", "age", "prompt", "tokens", ""]),
+    put(this.requests, requests.length ? h("table", { class: "wide" }, tableHead(["id", "key", "state", "age", "prompt", "tokens", ""]),
       h("tbody", null, requests.slice(0, 50).map(item => h("tr", null, h("td", null, h("code", null, item.id.slice(-14))), cell(item.account), cell(item.state), cell(fmt.seconds(item.age_s)),
         cell(item.prompt_tokens), cell(item.generated_tokens), h("td", null, button(`Abort ${item.id}`, "close", async () => {
           try { await postJson(`admin/requests/${encodeURIComponent(item.id)}/abort`, {}); } catch (error) { toast(error.message, "bad"); }
         })))))) : h("p", { class: "soft" }, "None."), requests.length < open && h("p", { class: "soft" }, `${fmt.count(open)} are open in all.`));
-    put(this.keys, h("table", { class: "wide" }, head(["key", "models", "expires", "a minute", "open", "refused", "tokens today"]),
-      h("tbody", null, keys.map(item => h("tr", null, h("th", { scope: "row" }, item.name, item.admin && h("small", null, " admin")), cell(item.models ? item.models.join(", ") : "all"),
+    put(this.keys, h("table", { class: "wide" }, tableHead(["key", "models", "expires", "a minute", "open", "refused", "tokens today"]),
+      h("tbody", null, keys.map(item => h("tr", null, rowHead(item.name, item.admin && h("small", null, " admin")), cell(item.models ? item.models.join(", ") : "all"),
         cell(item.expires ? item.expires.slice(0, 10) : null),
         cell([item.requests_per_minute && fmt.plural(item.requests_per_minute, "request"), item.tokens_per_minute && fmt.plural(item.tokens_per_minute, "token")].filter(Boolean).join(", ") || null),
         cell(item.usage.open), cell(item.usage.refused),
-        h("td", { class: "num" }, fmt.count(item.usage.tokens_today ?? 0), item.tokens_per_day && [` of ${fmt.count(item.tokens_per_day)} `, meter(item.usage.tokens_today / item.tokens_per_day)]))))));
+        numberCell(fmt.count(item.usage.tokens_today ?? 0), item.tokens_per_day && [` of ${fmt.count(item.tokens_per_day)} `, meter(item.usage.tokens_today / item.tokens_per_day)]))))));
   }
 
   /** What keys used since the server started; only an admin's scrapes have it, and those of a server without keys. */
@@ -324,8 +319,8 @@ export class ServerView {
     const rows = [...counts[0].keys()].map(group => [JSON.parse(group), counts.map(each => each.get(group) || 0)]).filter(([[name]]) => name).sort((a, b) => b[1][2] - a[1][2]).slice(0, 100);
     this.usageCard.hidden = !rows.length;
     put(this.usage, h("table", { class: "wide" },
-      h("thead", null, h("tr", null, ["key", "model", "requests", "prompt tokens", "generated"].map((name, index) => h("th", { scope: "col", class: index > 1 ? "num" : null }, name)))),
-      h("tbody", null, rows.map(([[name, model], values]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, model), values.map(value => h("td", { class: "num" }, fmt.count(value))))))));
+      tableHead(["key", "model", "requests", "prompt tokens", "generated"], ["requests", "prompt tokens", "generated"]),
+      h("tbody", null, rows.map(([[name, model], values]) => h("tr", null, rowHead(name), h("td", null, model), values.map(value => numberCell(fmt.count(value))))))));
   }
 
   async openBench() {
@@ -351,13 +346,12 @@ function nameNotes(card, cards) {
 }
 
 function replicaTable(replicas) {
-  const head = ["replica", "state", "running", "waiting"];
   return h("table", { class: "wide" }, h("caption", null, "Replicas"),
-    h("thead", null, h("tr", null, head.map((name, index) => h("th", { scope: "col", class: index > 1 ? "num" : null }, name)))),
+    tableHead(["replica", "state", "running", "waiting"], ["running", "waiting"]),
     h("tbody", null, replicas.map(({ id, model, address, status, detail, running, waiting }) => h("tr", null,
-      h("th", { scope: "row" }, `${model} ${id}`, address && h("small", null, ` ${address}`)),
+      rowHead(`${model} ${id}`, address && h("small", null, ` ${address}`)),
       h("td", null, h("span", { class: `badge ${REPLICA_BADGES[status] || "loading"}` }, status === "ok" ? "ready" : status), detail && h("small", null, ` ${detail}`)),
-      h("td", { class: "num" }, fmt.count(running)), h("td", { class: "num" }, fmt.count(waiting))))));
+      numberCell(fmt.count(running)), numberCell(fmt.count(waiting))))));
 }
 
 const REPLICA_BADGES = { ok: "loaded", dead: "failed", different: "failed" };

@@ -1,4 +1,4 @@
-// What a request may say beside its messages: the panel of a conversation, and the body of its requests.
+// Settings of a conversation: their panel, and the body of its requests.
 
 import { getJson } from "./api.js";
 import { coded, fmt, h, put } from "./dom.js";
@@ -123,7 +123,7 @@ export function makeBody(settings, model, messages, seed) {
   };
 }
 
-/** What differs from the defaults, in a few words. */
+/** Settings that differ from the defaults, in a few words. */
 export function summarize(settings) {
   const parts = [...NUMBERS, ...LIMITS].filter(([name]) => settings[name] !== undefined)
     .map(([name]) => `${name} ${fmt.number(settings[name])}`);

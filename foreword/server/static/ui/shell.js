@@ -1,4 +1,4 @@
-// What both pages share: the head with its navigation, the theme, the key, and whether the server answers.
+// The frame of both pages: navigation, theme, API key, and the health of the server.
 
 import { getHealth, getJson, key } from "./api.js";
 import { button, h, mountMessages, put } from "./dom.js";
