@@ -125,7 +125,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="every test, with all hypothesis examples and combinations"
+        "--full", action="store_true", help="every test, with more hypothesis examples and combinations"
     )
     parser.addoption(
         "--full-product",

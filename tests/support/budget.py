@@ -1,4 +1,4 @@
-"""How much of the suite runs: all of it with `pytest --full`, else a tenth of the generated examples."""
+"""Share of the suite that runs: all tests with `pytest --full`; three times as many generated examples."""
 
 import os
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from hypothesis import HealthCheck
 
 VARIABLE = "FOREWORD_TEST_FULL"
-SHARE = 10  # of the examples, without --full
+SHARE, FULL_SHARE = 10, 3  # divisors of the number of examples, without and with --full
 SHARED_FIXTURES: Final = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # shared by examples
 
 
@@ -21,5 +21,5 @@ def is_full() -> bool:
 
 
 def examples(count: int) -> int:
-    """Examples of a hypothesis test or iterations of a random one: all of them with --full."""
-    return count if is_full() else max(count // SHARE, 3)
+    """Examples of a hypothesis test or iterations of a random one. `count` is a long search."""
+    return max(count // (FULL_SHARE if is_full() else SHARE), 3)
