@@ -14,7 +14,7 @@ from foreword.bench.gpu.config import DRY_RUN, JOBS, Job
 from foreword.bench.gpu.device import BenchDevice, IdleShare
 from foreword.bench.gpu.process import job_function
 from foreword.bench.gpu.report import Report
-from foreword.engine import profiler
+from foreword.engine import memory_profiler
 from foreword.kernels import gpu
 from foreword.kernels.triton.backend import TritonOps
 from tests.support.device import DEVICE
@@ -70,7 +70,7 @@ def idle(device: BenchDevice, run: Callable[[], object]) -> IdleShare:
 
 @pytest.fixture(autouse=True)
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 2)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 2)
     monkeypatch.setattr("foreword.bench.gpu.steps.ARRIVAL_STEPS", 2)
     monkeypatch.setattr("foreword.bench.gpu.steps.CONTEXT_ANSWER", 3)
     monkeypatch.setattr("foreword.bench.gpu.start.query_nvidia_smi", lambda *fields: {})
