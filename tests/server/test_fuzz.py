@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.apis.completions.body import CompletionBody
 from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
-from foreword.server.apis.responses.body import (
-    HOSTED_ITEMS,
-    ID_PREFIXES,
-    FlatTool,
-    InputItem,
-    InputTokensBody,
-    ResponsesBody,
-)
+from foreword.server.apis.responses.body import FlatTool, InputTokensBody, ResponsesBody
+from foreword.server.apis.responses.items import HOSTED_ITEMS, ID_PREFIXES, InputItem
 from tests.server.conftest import RunningServer
 from tests.support.budget import SHARED_FIXTURES, examples
 
