@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import json
 import logging
-import math
 import platform
 import signal
 import sys
@@ -30,7 +29,7 @@ from foreword.bench.result_file import (
     without_nan,
     write_result,
 )
-from foreword.cli.startup import startup_line
+from foreword.cli.startup import format_seconds, startup_line
 from foreword.cli.terminal import progress_bar, stderr_console
 from foreword.core.readiness import OnLoadProgress
 from foreword.errors import ConfigError
@@ -227,11 +226,3 @@ def describe_machine(result: Mapping[str, Any]) -> str:
     """CPU, cores, ISA and date of a result, in one line."""
     cores = "1 core" if result["cores"] == 1 else f"{result['cores']} cores"
     return f"{result['cpu']}, {cores} ({' '.join(result['isa'])}), {result['date'][:10]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """75 -> "75 s", 300 -> "5 min", 6000 -> "1 h 40 min"."""
-    if seconds < 90:
-        return f"{max(math.ceil(seconds), 1)} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -24,7 +24,6 @@ CLEAR = "\r\x1b[2K"
 BYTE_STAGES = ("weights", "download")
 RATE_WINDOW_S, MIN_RATE_S = 5.0, 0.3  # times between the samples of a rate
 BAR_CELLS = 20
-MINUTE_S, HOUR_S = 60, 3600
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -98,7 +97,7 @@ class StartupLine:
         else:
             unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
             rate = self._rate.update(done, total)
-            left = f", {format_bytes(rate)}/s, {_format_seconds((total - done) / rate)} left" if rate else ""
+            left = f", {format_bytes(rate)}/s, {format_seconds((total - done) / rate)} left" if rate else ""
             self._stage = f"{stage}, {done / unit:.1f} of {total / unit:.1f} {name}{left}"
             filled = BAR_CELLS * done // total
             self._bar = f"[{'=' * filled}{' ' * (BAR_CELLS - filled)}] "
@@ -147,11 +146,12 @@ class StartupLine:
             self._done.set()  # nobody reads it
 
 
-def _format_seconds(seconds: float) -> str:
-    if seconds < MINUTE_S:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / MINUTE_S), HOUR_S // MINUTE_S)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+def format_seconds(seconds: float) -> str:
+    """75 -> "75 s", 300 -> "5 min", 6000 -> "1 h 40 min"."""
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _num_cells(text: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from foreword.bench.result_file import ResultFile
-from foreword.bench.session import BenchSession, BenchStep, _TimeLeft, format_seconds
+from foreword.bench.session import BenchSession, BenchStep, _TimeLeft
 from foreword.errors import ConfigError, InvalidRequest
 from tests.support.waiting import WAIT_S
 
@@ -222,10 +222,3 @@ def test_time_left_follows_the_same_cell_first() -> None:
     assert str(left) == "about 12 s left"
     left.add(steps[1], 10.0, ())
     assert str(left) == "about 2 s left"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "1 s"), (74.2, "75 s"), (300, "5 min"), (6000, "1 h 40 min")]
-)
-def test_format_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text

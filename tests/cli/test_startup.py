@@ -201,3 +201,10 @@ def test_line_comes_before_heavy_imports() -> None:
         "sys.argv = ['foreword', 'serve']; main.main()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "1 s"), (74.7, "75 s"), (300, "5 min"), (6000, "1 h 40 min")]
+)
+def test_time_left_is_rounded(seconds: float, text: str) -> None:
+    assert startup.format_seconds(seconds) == text
