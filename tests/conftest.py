@@ -60,7 +60,6 @@ FULL_ONLY = {
     "bench/speculate",
     "benchmarks",
     "clients",
-    "core/test_upload.py",
     "demo/test_training.py",
     "demo/test_vision_training.py",
     "embedding/test_client.py",
