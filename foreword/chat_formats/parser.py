@@ -154,7 +154,7 @@ class ChatParser(CallReader):
         """
         syntax = _syntax(bound)
         super().__init__(use, syntax.spell, syntax.closers)
-        self.num_calls = 0  # started
+        self.num_calls = 0  # started calls
         self.num_reasoning_tokens = 0  # markers included
         self.num_call_tokens = 0  # markers included
         self._syntax = syntax
@@ -168,8 +168,8 @@ class ChatParser(CallReader):
         self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
         # Without calls, whitespace within content is sent at once: a stop string may end in it.
         self._keeps_space = not self.tools and not syntax.content
-        self._says = False  # content since the last call or reasoning
-        self._opens = True  # no text yet since the begin or since the reasoning
+        self._has_content = False  # since the last call or reasoning
+        self._is_at_start = True  # no text since the begin or the reasoning
 
         self._used_ids: set[str] = set()
         self._input: CustomInput | None = None
@@ -211,7 +211,7 @@ class ChatParser(CallReader):
             is_cut = bool(self.tools) and not ended_by_model
             if is_cut:
                 self.buffer = self.buffer[: self.position]
-                if not self._says:
+                if not self._has_content:
                     self._space.clear()
             if is_cut and self._region is _Region.CALL:
                 self._run.close()
@@ -225,15 +225,15 @@ class ChatParser(CallReader):
 
     # Texts and calls, as events.
 
-    def _say(self, text: str) -> None:
-        """More reasoning or content. Whitespace beside markers and calls is not part of it."""
+    def _pass_text(self, text: str) -> None:
+        """Pass on more reasoning or content. Whitespace beside markers and calls is not part of it."""
         if self._drops_space:
             text = text.lstrip(WHITESPACE)
         body = text.rstrip(WHITESPACE)
-        if self._keeps_space and self._region is _Region.CONTENT and (body or self._says):
-            body = text  # `_says`: whitespace before the first text may be followed by reasoning
+        if self._keeps_space and self._region is _Region.CONTENT and (body or self._has_content):
+            body = text  # `_has_content`: whitespace before the first text may be followed by reasoning
         if body:
-            self._drops_space = self._opens = False
+            self._drops_space = self._is_at_start = False
             if self._space:
                 self._space.append(body)
                 body_and_space = "".join(self._space)
@@ -243,7 +243,7 @@ class ChatParser(CallReader):
             if self._region is _Region.REASONING:
                 self._events.append(ReasoningText(body_and_space))
             else:
-                self._says = True
+                self._has_content = True
                 self._events.append(ContentText(body_and_space))
         if len(body) < len(text):
             self._space.append(text[len(body) :])
@@ -262,7 +262,7 @@ class ChatParser(CallReader):
         self._input = CustomInput() if self.tool.is_custom else None
         self._raw = None
         self._space.clear()
-        self._drops_space, self._says, self._opens = False, False, True
+        self._drops_space, self._has_content, self._is_at_start = False, False, True
         self.is_in_call = True
         self._events.append(CallStart(self.num_calls, call_id, self.tool.name))
         self.num_calls += 1
@@ -287,17 +287,17 @@ class ChatParser(CallReader):
         if self._region is _Region.REASONING:
             yield from self._read_reasoning()
         while True:
-            if self._opens and self.tools and syntax.opening:
-                self._say((yield from self.read_run(SPACES)))
-                self._opens = False
+            if self._is_at_start and self.tools and syntax.opening:
+                self._pass_text((yield from self.read_run(SPACES)))
+                self._is_at_start = False
                 if (yield from self._read_section(syntax.opening)):
                     continue
-            stop = yield from self.pass_until(syntax.content_stops, self._say)
+            stop = yield from self.pass_until(syntax.content_stops, self._pass_text)
             if stop is None:
                 break
             yield from self._read_marker(stop)
         space = "".join(self._space)
-        if space and not space.strip(WHITESPACE) and (self._says or not self.num_calls):
+        if space and not space.strip(WHITESPACE) and (self._has_content or not self.num_calls):
             self._events.append(ContentText(space))
 
     def _read_marker(self, stop: str) -> Generator[None, None, None]:
@@ -310,21 +310,21 @@ class ChatParser(CallReader):
             yield from self._read_section(forms)
             return
         self.position += len(stop)
-        if reasoning is not None and stop == reasoning.begin and (is_token or not self._says):
+        if reasoning is not None and stop == reasoning.begin and (is_token or not self._has_content):
             self._drop_space()
             self._region = _Region.REASONING
             yield from self._read_reasoning()
-        elif stop in syntax.content[:1] and (is_token or not self._says):
+        elif stop in syntax.content[:1] and (is_token or not self._has_content):
             self._drop_space()
-            self._opens = True
+            self._is_at_start = True
         elif stop in syntax.dropped:
             self._drop_space()
         elif stop in syntax.content[1:] and not is_token:
             self._space.append(stop)  # text only if more text follows
-        elif stop in syntax.closers and not is_token and not self._says and self.num_calls:
+        elif stop in syntax.closers and not is_token and not self._has_content and self.num_calls:
             pass
         else:
-            self._say(MARKER.sub("", stop))
+            self._pass_text(MARKER.sub("", stop))
 
     def _read_reasoning(self) -> Generator[None, None, None]:
         """Read reasoning, its opening marker excluded, up to its end or a call that ends it."""
@@ -333,7 +333,7 @@ class ChatParser(CallReader):
         assert reasoning is not None
         self._drop_space()
         while True:
-            stop = yield from self.pass_until(syntax.reasoning_stops, self._say)
+            stop = yield from self.pass_until(syntax.reasoning_stops, self._pass_text)
             if stop is None:
                 self._space.clear()
                 return
@@ -343,12 +343,12 @@ class ChatParser(CallReader):
                 break
             if forms is None or not self.tools:
                 self.position += len(stop)
-                self._say(MARKER.sub("", stop))
+                self._pass_text(MARKER.sub("", stop))
             elif (yield from self._read_section(forms)):
                 return
         self._region = _Region.CONTENT
         self._drop_space()
-        self._says, self._opens = False, True
+        self._has_content, self._is_at_start = False, True
 
     # Calls.
 
@@ -384,7 +384,7 @@ class ChatParser(CallReader):
         """Pass a text that looked like a call on, without its marker tokens."""
         self.num_parse_errors += is_error
         if text:
-            self._say(MARKER.sub("", text))
+            self._pass_text(MARKER.sub("", text))
 
     def _read_calls(self, form: ToolFormat) -> Wait:
         """Read a section. False if it has no call."""

@@ -128,49 +128,38 @@ def test_text_parts_are_joined() -> None:
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
 
 
-@pytest.mark.parametrize(
-    ("content", "param"),
-    [
-        (3, "messages[0].content"),
-        (None, "messages[0].content"),
-        ([3], "messages[0].content[0]"),
-        ([{"type": "text"}], "messages[0].content[0].text"),
-    ],
-)
-def test_malformed_content_names_the_field(content: Any, param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(CHATML, {}).render([{"role": "user", "content": content}])
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+NO_IMAGE = r"messages\[0\].content\[0\] is an image, and this model takes none"
+# Template, messages, options, reason and field of the error.
+REFUSED: dict[str, tuple[str | None, list[dict[str, Any]], dict[str, Any], str, str]] = {
+    "number": (CHATML, user(3), {}, "must be a text", "messages[0].content"),
+    "null": (CHATML, user(None), {}, "must be a text", "messages[0].content"),
+    "part that is a number": (CHATML, user([3]), {}, ".", "messages[0].content[0]"),
+    "part without its text": (CHATML, user([{"type": "text"}]), {}, ".", "messages[0].content[0].text"),
+    "image": (CHATML, user([IMAGE]), {}, NO_IMAGE, "messages[0].content[0]"),
+    "template's own error": (STRICT, [*user("a"), *user("b")], {}, "must alternate", "messages"),
+    "reserved option": (CHATML, PLAIN, {"messages": []}, "'messages'", "chat_template_kwargs"),
+    "no template": (None, PLAIN, {}, "no chat template", "messages"),
+    "no messages": (CHATML, [], {}, "at least one message", "messages"),
+    "large input": (
+        *(CHATML, user("x" * MAX_INPUT_BYTES), {}),
+        *(f"takes at most {MAX_INPUT_BYTES}", "messages"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "messages", "options", "reason", "param"), REFUSED.values(), ids=REFUSED)
+def test_refusal_names_the_reason_and_the_field(
+    source: str | None, messages: list[dict[str, Any]], options: dict[str, Any], reason: str, param: str
+) -> None:
+    with pytest.raises((InvalidRequest, Unsupported), match=reason) as caught:
+        ChatTemplate(source, {"bos_token": ""}).render(messages, options=options)
     assert caught.value.param == param
-
-
-def test_image_for_text_only_model_is_unsupported() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    with pytest.raises(
-        Unsupported, match=r"messages\[0\].content\[0\] is an image, and this model takes none"
-    ):
-        ChatTemplate(CHATML, {}).render([{"role": "user", "content": [part]}])
-
-
-def test_raise_exception_is_a_bad_request() -> None:
-    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(InvalidRequest, match="must alternate") as caught:
-        ChatTemplate(STRICT, {"bos_token": ""}).render(twice)
-    assert caught.value.param == "messages"
-
-
-def test_reserved_options_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="'messages'"):
-        ChatTemplate(CHATML, {}).render(PLAIN, options={"messages": []})
-
-
-def test_missing_template_is_a_bad_request() -> None:
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        ChatTemplate(None, {}).render(PLAIN)
-
-
-def test_empty_messages_are_a_bad_request() -> None:
-    with pytest.raises(InvalidRequest, match="at least one message"):
-        ChatTemplate(CHATML, {}).render([])
+    assert isinstance(caught.value, Unsupported) == (reason == NO_IMAGE)
 
 
 def test_syntax_error_fails_at_load() -> None:
@@ -279,12 +268,6 @@ def test_long_message_is_rendered() -> None:
         [{"role": "user", "content": text}]
     )
     assert rendered == text + "."
-
-
-def test_input_beyond_the_limit_is_refused() -> None:
-    message = {"role": "user", "content": "x" * MAX_INPUT_BYTES}
-    with pytest.raises(InvalidRequest, match=f"takes at most {MAX_INPUT_BYTES}"):
-        ChatTemplate(CHATML, {}).render([message])
 
 
 @pytest.mark.parametrize(
