@@ -93,8 +93,6 @@ FULL_ONLY = {
     "ui",
 }
 
-assert not (gone := {name for name in FULL_ONLY if not (TESTS / name).exists()}), gone
-
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave FULL_ONLY out, unless --full is given or the path is named on the command line."""

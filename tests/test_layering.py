@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from tests.conftest import FULL_ONLY
+
 ROOT = Path(__file__).parent.parent / "foreword"
 
 ALLOWED = {
@@ -222,3 +224,76 @@ def test_no_public_class_name_is_used_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name_of(path))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+# Tests of behaviour that several files share, or of a resource. All others bear the name of a source file.
+SHARED_BEHAVIOUR = {
+    "bench": {"interrupt"},
+    "bench/gpu": {"fake_card"},
+    "benchmarks": {"imports"},
+    "cli": {"replica_urls"},
+    "clients": {"clients"},
+    "demo": {"bundle", "training", "vision", "vision_training"},
+    "embedding": {"models"},
+    "engine": {"draft_encoder", "faults", "grammar"},
+    "engine_client": {"adapters", "crash_policy", "image_refs", "images"},
+    "fleet": {"several_models"},
+    "kernels": {"count_accepted", "varlen_attention"},  # operations that several backends have
+    "kernels/triton": {"compiling", "float8", "graphs", "interpreted"},
+    "models": {"families"},
+    "models/vision": {"qwen", "qwen_bits"},
+    "server": {
+        "cached_prefixes",
+        "choices_returned",
+        "clients",
+        "embedding_servers",
+        "fair_share",
+        "features",
+        "fuzz",
+        "fuzz_api",
+        "image_memory",
+        "images",
+        "log_privacy",
+        "prediction",
+        "replica_routes",
+        "runaway",
+        "same_conversation",
+        "server",
+        "slow_clients",
+        "speculation",
+        "tracing",
+        "usage",
+        "vision_server",
+    },
+    "server/apis": {"enforced", "wires"},
+    "server/apis/chat": {"tools"},
+    "server/apis/messages": {"tools"},
+    "ui": {"chat_page", "views"},
+}
+TESTS = Path(__file__).parent
+
+
+@cache
+def source_names(folder: str) -> set[str]:
+    """Names that a test file in the folder may begin with: `dense`, and `cpu_dense` for cpu/dense.py."""
+    names = set()
+    for root in (ROOT / folder, ROOT.parent / folder):
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            names |= {"_".join(parts), *parts}
+    return names
+
+
+def test_a_test_file_bears_the_name_of_a_source_file() -> None:
+    unnamed: dict[str, set[str]] = {}
+    for path in TESTS.rglob("*/test_*.py"):
+        folder = path.parent.relative_to(TESTS).as_posix()
+        name = path.stem.removeprefix("test_")
+        sources = source_names(folder)
+        if not any(name == source or name.startswith(f"{source}_") for source in sources):
+            unnamed.setdefault(folder, set()).add(name)
+    assert unnamed == SHARED_BEHAVIOUR
+
+
+def test_modules_that_make_test_leaves_out_exist() -> None:
+    assert {name for name in FULL_ONLY if not (TESTS / name).exists()} == set()
