@@ -14,7 +14,8 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ from foreword.tokenizer.chat_processor import (
     ChatInputProcessor,
     ChatPlan,
     ChatTask,
-    Parsing,
     open_image_loader,
 )
 from foreword.tokenizer.input_processor import (
@@ -80,13 +80,12 @@ class _Prompt:
     task: ChatTask | None = None  # the conversation; None: a plain prompt
 
 
-@dataclass(slots=True)
-class _PromptRequests:
-    """The requests of one prompt, one per choice."""
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The answers to one prompt, one per choice."""
 
-    text: str | None
-    requests: list[Request]
-    parsing: Parsing | None  # None: all text is content
+    text: str | None  # the prompt's
+    outputs: Sequence[ChoiceOutput]
 
 
 class LLM:
@@ -227,10 +226,10 @@ class LLM:
             task = ChatTask(prompt, tools=read_tools(tools), separate_reasoning=bool(tools))
             parsed = self._render_chat(task, self._is_seeded(params, 0))
         (built,) = self._build_all_requests([parsed], params, lora_request)
-        if len(built.requests) != 1:
+        if len(built.outputs) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
-        (request,) = built.requests
-        for _, delta in self._run(self._make_outputs(built)):
+        request = built.outputs[0].request
+        for _, delta in self._run(built.outputs):
             yield from _stream_pieces(delta) if tools else map(_stream_piece, delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
@@ -328,7 +327,7 @@ class LLM:
         prompts: Sequence[_Prompt],
         params: Any,
         lora_request: LoraInput | Sequence[LoraInput | None] | None = None,
-    ) -> list[_PromptRequests]:
+    ) -> list[_Answers]:
         is_single = params is None or isinstance(params, SamplingParams)
         default = params or self.get_default_sampling_params()
         params_list = [default] * len(prompts) if is_single else list(params)
@@ -344,7 +343,7 @@ class LLM:
         digests = self._adapters.load(adapters)
         return [self._build_requests(*each) for each in zip(prompts, params_list, digests, strict=True)]
 
-    def _build_requests(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> _PromptRequests:
+    def _build_requests(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> _Answers:
         self.info.resolved.check_method(params.speculation.method)
         plan = ChatPlan(params)
         if prompt.task is not None:
@@ -367,25 +366,19 @@ class LLM:
             image_token_id=self._chat_processor.placeholder_id,
             adapter=adapter,
         )
-        return _PromptRequests(prompt.text, requests, plan.parsing)
+        make_parser = self._chat_processor.make_parser
+        outputs = [ChoiceOutput(self.tokenizer, request, make_parser(plan.parsing)) for request in requests]
+        return _Answers(prompt.text, outputs)
 
-    def _make_outputs(self, prompt: _PromptRequests) -> list[ChoiceOutput]:
-        return [
-            ChoiceOutput(self.tokenizer, request, self._chat_processor.make_parser(prompt.parsing))
-            for request in prompt.requests
-        ]
-
-    def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
-        outputs = [output for prompt in prompts for output in self._make_outputs(prompt)]
-        answers: dict[str, ChoiceOutput] = {}
+    def _generate(self, prompts: list[_Answers], progress: bool) -> list[RequestOutput]:
+        outputs = [output for prompt in prompts for output in prompt.outputs]
         hashes: dict[str, list[int]] = {output.request.id: [] for output in outputs}
         with Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("generating", total=len(outputs))
             for answer, delta in self._run(outputs):
-                answers[answer.request.id] = answer
                 hashes[answer.request.id] += delta.event.logits_hashes
                 bar.advance(task, int(answer.finished))
-        return [self._make_output(prompt, answers, hashes) for prompt in prompts]
+        return [self._make_output(prompt, hashes) for prompt in prompts]
 
     @property
     def _embedder(self) -> LocalEncoder | None:
@@ -420,43 +413,51 @@ class LLM:
             image_token_id=self._chat_processor.placeholder_id,
         )
         vectors: dict[str, bytes] = {}
-        try:
-            for request in requests:
-                self._event_queues[request.id] = deque()
-                self._client.submit(request)
-            while len(vectors) < len(requests):
-                self._step()
-                for request in requests:
-                    if queue := self._event_queues[request.id]:
-                        vectors[request.id] = _embedding_vector(queue.popleft())
-        finally:
-            for request in requests:
-                del self._event_queues[request.id]
-                if request.id not in vectors:
-                    self._client.abort(request.id)
+        live = {request.id for request in requests}
+        with closing(self._receive(requests, live)) as events:
+            for event in events:
+                vectors[event.request_id] = _embedding_vector(event)
+                live.remove(event.request_id)
         return [vectors[request.id] for request in requests]
 
     def _run(self, outputs: Sequence[ChoiceOutput]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
-        """Step until all requests end. An error of one is raised and aborts the others.
+        """Step until all answers end. An error of one is raised and aborts the others."""
+        answers = {output.request.id: output for output in outputs}
+        live = set(answers)
+        for output in outputs:
+            self._recorder.on_submit(output.request)
+        try:
+            with closing(self._receive([output.request for output in outputs], live)) as events:
+                for event in events:
+                    answer = answers[event.request_id]
+                    delta = self._feed(answer, event)
+                    if answer.finished:
+                        live.remove(event.request_id)
+                    yield answer, delta
+        finally:
+            for request_id in live:
+                self._recorder.on_abort(answers[request_id].request)
+
+    def _receive(self, requests: Sequence[Request], live: set[str]) -> Generator[Event, None, None]:
+        """Events of `requests` until the caller has removed all from `live`; the rest is aborted at the end.
 
         Several iterators may be open at once: events wait in the queue of their request.
         """
-        live = {output.request.id: output for output in outputs}
         try:
-            for request in [output.request for output in outputs]:
+            for request in requests:
                 self._event_queues[request.id] = deque()
-                self._recorder.on_submit(request)
                 self._client.submit(request)
             while live:
                 if not any(self._event_queues[request_id] for request_id in live):
                     self._step()
-                for answer in list(live.values()):
-                    yield from self._process_events(answer, live)
+                for request in requests:
+                    while request.id in live and self._event_queues[request.id]:
+                        yield self._event_queues[request.id].popleft()
         finally:
-            for request_id, answer in live.items():
-                self._client.abort(request_id)
-                self._recorder.on_abort(answer.request)
-                self._event_queues.pop(request_id, None)
+            for request in requests:
+                self._event_queues.pop(request.id, None)
+                if request.id in live:
+                    self._client.abort(request.id)
 
     def _step(self) -> None:
         with defer_interrupt():
@@ -467,42 +468,35 @@ class LLM:
                 if event.request_id in self._event_queues:
                     self._event_queues[event.request_id].append(event)
 
-    def _process_events(
-        self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]
-    ) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
-        """Process the events of one request; remove it from `live` when it ends."""
+    def _feed(self, answer: ChoiceOutput, event: Event) -> OutputDelta:
+        """Raises the error of an event."""
         request = answer.request
-        while request.id in live and self._event_queues[request.id]:
-            event = self._event_queues[request.id].popleft()
-            if isinstance(event, ErrorEvent):
-                self._recorder.on_error(request, event.error)
-                raise event.error
-            assert isinstance(event, TokenEvent)
-            delta = answer.feed(event)
-            self._recorder.on_tokens(request, delta.event, time.monotonic())
-            if delta.hit_stop_string:
-                self._client.finish(request.id, answer.num_tokens)
-            if answer.finished:
-                self._recorder.on_parsed(answer.parser)
-                self._chat_processor.remember(answer)
-                del live[request.id], self._event_queues[request.id]
-            yield answer, delta
+        if isinstance(event, ErrorEvent):
+            self._recorder.on_error(request, event.error)
+            raise event.error
+        assert isinstance(event, TokenEvent)
+        delta = answer.feed(event)
+        self._recorder.on_tokens(request, delta.event, time.monotonic())
+        if delta.hit_stop_string:
+            self._client.finish(request.id, answer.num_tokens)
+        if answer.finished:
+            self._recorder.on_parsed(answer.parser)
+            self._chat_processor.remember(answer)
+        return delta
 
-    def _make_output(
-        self, prompt: _PromptRequests, answers: Mapping[str, ChoiceOutput], hashes: Mapping[str, list[int]]
-    ) -> RequestOutput:
-        self._recorder.on_response(len(prompt.requests))
-        first = answers[prompt.requests[0].id]
+    def _make_output(self, prompt: _Answers, hashes: Mapping[str, list[int]]) -> RequestOutput:
+        first, ids = prompt.outputs[0], [output.request.id for output in prompt.outputs]
+        self._recorder.on_response(len(ids))
         return RequestOutput(
-            request_id=prompt.requests[0].id.rsplit("-", 1)[0],
+            request_id=first.request.id.rsplit("-", 1)[0],
             prompt=prompt.text,
-            prompt_token_ids=prompt.requests[0].prompt_ids,
+            prompt_token_ids=first.request.prompt_ids,
             outputs=tuple(
-                self._make_choice(index, answers[request.id], hashes[request.id])
-                for index, request in enumerate(prompt.requests)
+                self._make_choice(index, output, hashes[output.request.id])
+                for index, output in enumerate(prompt.outputs)
             ),
             prompt_logprobs=first.prompt_logprobs or None,
-            metrics=self._recorder.answer_metrics(*(request.id for request in prompt.requests)),
+            metrics=self._recorder.answer_metrics(*ids),
         )
 
     def _make_choice(self, index: int, answer: ChoiceOutput, hashes: Sequence[int]) -> CompletionOutput:

@@ -170,7 +170,7 @@ class ChoiceOutput:
     def _release(
         self, parsed: Iterable[ChatEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
     ) -> str | None:
-        """Append what the stop string search releases; the stop string, if content ends with one.
+        """Append the text that the stop string search releases; returns the stop string that ends it.
 
         piece  of the token, without its text
         """

@@ -131,7 +131,7 @@ class Generation:
         """Queue the delta of an event; the last item of a choice always ends it."""
         request = output.request
         if self._ticket is None or output.finished or request.id in self._failed:
-            return  # it has ended, and the engine is told
+            return  # it has ended, and the engine knows
         try:
             if isinstance(event, TokenEvent):
                 self._delta_queue.put(index, self._process_event(output, event))

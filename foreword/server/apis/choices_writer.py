@@ -1,4 +1,4 @@
-"""Bodies of responses with choices, whole and streamed: what chat and completions share."""
+"""Bodies of responses with choices, whole and streamed, for chat and completions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ResponseOptions:
 
 
 class ChoicesWriter(ABC):
-    """Writes choices: see ResponseWriter. They are in prompt order, `choices_per_prompt` for each."""
+    """Writes choices in prompt order, `choices_per_prompt` for each prompt: see ResponseWriter."""
 
     object_type: ClassVar[str]  # `object` of a whole response
     chunk_object_type: ClassVar[str]  # `object` of a chunk

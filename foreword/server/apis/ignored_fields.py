@@ -19,7 +19,7 @@ MAX_SHOWN_CHARS = 80  # characters of a refused value in a message
 
 @dataclass(frozen=True, slots=True)
 class IgnoredField:
-    """One row: who sends the field, and what is accepted."""
+    """One row: the senders of a field, and its accepted values."""
 
     source: str  # the server or client that defines it
     neutral: tuple[Any, ...] | None  # accepted values; None: any

@@ -30,7 +30,7 @@ FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
 
 
 class SchemaHolder(StrictModel):
-    """An object whose `schema` clients write elsewhere: they are told its place."""
+    """An object whose `schema` clients write elsewhere; the refusal names its place."""
 
     schema_form: ClassVar[str]  # the object as the API takes it
 

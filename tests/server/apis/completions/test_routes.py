@@ -164,11 +164,6 @@ def test_truncated_prompt_keeps_its_end(served: RunningServer) -> None:
     )
 
 
-def test_aliases_are_accepted(served: RunningServer) -> None:
-    assert served.complete(n_predict=3, repeat_penalty=1.5).usage.completion_tokens == 3
-    assert served.client.submitted[-1].params.repetition_penalty == 1.5
-
-
 def test_token_ids(served: RunningServer) -> None:
     served.set_output(FakeOutput("ab", (2,)))
     chunks = list(served.complete("S", stream=True, return_token_ids=True))

@@ -391,19 +391,6 @@ def test_documents_and_search_results_are_texts() -> None:
     assert found == [("user", texts("T", "D", "E", "F (url)", "G"))]
 
 
-def test_images_of_results_follow_them() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-    messages = tool_turns(content=[*texts("a"), image])
-    assert contents(conversation(messages))[2:] == [
-        ("tool", texts("a", "(an image, which this model cannot see)"))
-    ]
-    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    assert contents(conversation(messages, takes_images=True))[2:] == [
-        ("tool", texts("a", "(an image, see below)")),
-        ("user", [url]),
-    ]
-
-
 def test_deferred_tool_is_described_where_it_is_referred_to() -> None:
     schema = {"type": "object", "properties": {}}
     tools = [
@@ -468,14 +455,6 @@ def test_tool_choice(choice: Any, expected: tuple[Any, ...]) -> None:
 def test_thinking_is_off_unless_asked_for(fields: dict[str, Any], expected: tuple[Any, ...]) -> None:
     options = MessagesBody.model_validate({"messages": USER, **fields}).reasoning()
     assert (options.enabled, options.effort, options.budget_tokens) == expected
-
-
-def test_errors_name_the_message_of_the_body() -> None:
-    found = conversation([*USER, *USER, *tool_turns()[1:]], system="Rules")
-    for index, name in ((0, "system"), (1, "messages[0]"), (2, "messages[2]"), (3, "messages[3]")):
-        with pytest.raises(InvalidRequest) as raised, found.rename_fields():
-            raise InvalidRequest(f"messages[{index}].content[0] is bad", f"messages[{index}].content[0]")
-        assert (raised.value.message, raised.value.param) == (f"{name} is bad", name)
 
 
 # Images

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
 from foreword.config.options import Config
-from foreword.errors import EngineDead, InvalidRequest
+from foreword.errors import EngineDead
 from foreword.server.apis.responses import routes as routes
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.apis.responses.conversation import ItemConversation
@@ -276,34 +274,6 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"id": "c2", "type": "function", "function": {"name": "apply_patch", "arguments": {"input": "***"}}},
     ]
     assert [message["tool_call_id"] for message in messages[2:4]] == ["c1", "c2"]
-
-
-def test_late_system_messages_stay_where_they_are() -> None:
-    def item(role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": text}
-
-    messages = messages_of(
-        [
-            item("developer", "D"),
-            item("user", "U1"),
-            item("developer", "late"),
-            item("assistant", "A"),
-            item("system", "before"),
-            item("user", "U2"),
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "R"},
-            item("developer", "after"),
-        ],
-        instructions="I",
-    )
-    assert outline(messages) == [
-        ("system", "I|D"),
-        ("user", "U1|late"),
-        ("assistant", "A"),
-        ("user", "before|U2"),
-        ("assistant", ""),
-        ("tool", "R|after"),
-    ]
 
 
 def test_prefix_of_a_conversation_never_changes() -> None:
@@ -815,34 +785,6 @@ def test_codex_runs_its_loop(fake: RunningServer) -> None:
     assert codex(fake).error == "server_error"
     error = error_of(fake.http.post(PATH, json={**CODEX_REQUEST, "instructions": "x" * 5000}))
     assert error["code"] == "context_length_exceeded"
-
-
-def test_missing_response_through_the_client(served: RunningServer) -> None:
-    with pytest.raises(openai.NotFoundError, match="--response-store-mb"):
-        served.openai.responses.retrieve("resp_0")
-    with pytest.raises(openai.NotFoundError):
-        served.openai.responses.create(model=MODEL, input="Hi", previous_response_id="resp_0")
-
-
-def test_encrypted_content_is_versioned_base64() -> None:
-    content = encode_reasoning("hm")
-    version, _, encoded = content.partition(":")
-    assert version == "foreword-1" and base64.b64decode(encoded) == b"hm"
-
-
-def test_error_names_the_item_of_a_message() -> None:
-    conversation = ItemConversation(takes_images=False)
-    conversation.add_instructions("I")
-    conversation.add(
-        [("input[4]", {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]})]
-    )
-    conversation.finish()
-    with (
-        pytest.raises(InvalidRequest, match=r"^input\[4\] is wrong") as caught,
-        conversation.rename_fields(),
-    ):
-        raise InvalidRequest("messages[1].content is wrong", "messages[1].content")
-    assert caught.value.param == "input[4]"
 
 
 LOOP: dict[str, Any] = {
