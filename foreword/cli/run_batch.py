@@ -29,7 +29,7 @@ from httpx import ASGITransport
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
-from foreword.cli.client import server_url
+from foreword.cli.client import connection_options, server_url
 from foreword.cli.configuration import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
@@ -161,7 +161,7 @@ async def _run(
     say: Callable[[str], None],
 ) -> None:
     if args.url is not None:
-        async with _http_client(server_url(args.url), config) as http:
+        async with _http_client(args.url, config) as http:
             startup_line.end()
             client = BatchClient(http, SERVER_GONE_S, say)
             return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
@@ -201,13 +201,8 @@ async def _application(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
 def _http_client(
     url: str, config: Config, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={"Authorization": f"Bearer {config.api_key.split(',')[0]}"} if config.api_key else {},
-        transport=transport,
-        timeout=httpx.Timeout(None, connect=10.0),
-        limits=httpx.Limits(max_connections=None),
-    )
+    options = connection_options(url, config.api_key)
+    return httpx.AsyncClient(**options, transport=transport, limits=httpx.Limits(max_connections=None))
 
 
 async def answer_all(
