@@ -142,7 +142,7 @@ def test_real_server(server: RunningServer, capsys: pytest.CaptureFixture[str]) 
     top = ["top", "--url", server.url, "--interval", "0.1", "--api-key"]
     assert main([*top, "root"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert row(lines, MODEL)[1] == "loaded,pinned" and row(lines, "suffix")[1] == "-"
+    assert row(lines, MODEL)[1] == "loaded,pinned" and row(lines, "suffix")[1] == MODEL
     assert row(lines, "alice") == ["alice", "0", "1", "3", "0", "6", "9", "900"]
     assert main([*top, "alice", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
