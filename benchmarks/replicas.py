@@ -7,8 +7,8 @@
 Regime: engines of the bundled demo (or --model) in processes of their own, requests from this process, no
 HTTP. Kills under load are those of `python -m benchmarks.kills --replicas 3`.
 
-overhead  one engine, asked directly and through a router that sends it all requests, in turn; the other
-          replica is idle. Speculation is off, the requests of a round are sent at once. Also the processor
+overhead  the only engine of a server, and one of two replicas that gets all requests, in turn; the others
+          are idle. Speculation is off, the requests of a round are sent at once. Also the processor
           time of this process a token.
 prefixes  3 engines (--replicas) whose KV caches hold 5/8 of the prefixes each, so that one cannot keep them
           all and all together can. Each request is a random prefix and 24 tokens of its own; 6 are open
@@ -42,12 +42,11 @@ from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient
-from foreword.engine_client.process_client import ProcessClient
-from foreword.engine_client.router import EngineRouter, Replica, make_engine_client
+from foreword.engine_client.make_client import make_engine_client
 from foreword.engine_client.routing import ReplicaLoad, RoutingPolicy, choose
 from foreword.kv_cache.prefix_cache import extend_hashes
 
-DIRECT, ROUTED = "direct", "routed"
+ALONE, ROUTED = "alone", "routed"
 OWN_TOKENS, ANSWER_TOKENS, OPEN_REQUESTS = 24, 8, 6  # of `prefixes`
 CACHED_PREFIXES = 5 / 8  # share that one replica's cache holds
 HASHED_LENGTHS = (1_000, 4_096, 30_000, 120_000)
@@ -108,29 +107,34 @@ async def run_round(client: EngineClient, name: str, count: int, num_tokens: int
 
 async def measure_overhead(prepared: CheckpointInfo, args: argparse.Namespace) -> dict[str, Any]:
     """Figures by number of requests at once."""
-    config = replace(prepared.config, speculate="off", max_num_seqs=max(args.concurrency), replicas=2)
-    common = (config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    engine, idle = ProcessClient(*common), ProcessClient(*common)
-    router = EngineRouter([Replica("0", engine), Replica("1", idle)], policy=lambda *_: "0")
-    await router.start()
-    clients: dict[str, EngineClient] = {DIRECT: engine, ROUTED: router}
+    config = replace(prepared.config, speculate="off", max_num_seqs=max(args.concurrency))
+    clients = {
+        name: make_engine_client(
+            replace(config, replicas=replicas), prepared.never_sampled_ids, prepared.tokenizer.vocabulary
+        )
+        for name, replicas in ((ALONE, 1), (ROUTED, 2))
+    }
+    for client in clients.values():
+        await client.start()
+    clients[ROUTED].set_policy(lambda *_: "0")
     results: dict[str, Any] = {}
     for count in args.concurrency:
-        rounds: dict[str, list[Round]] = {DIRECT: [], ROUTED: []}
+        rounds: dict[str, list[Round]] = {ALONE: [], ROUTED: []}
         for number in range(args.rounds + 1):  # the first warms up
-            for way in rotate((DIRECT, ROUTED), number):
+            for way in rotate((ALONE, ROUTED), number):
                 name = f"{way} {count} {number}"
                 rounds[way].append(await run_round(clients[way], name, count, args.tokens))
-        assert all(one.answers == rounds[DIRECT][0].answers for each in rounds.values() for one in each)
-        direct, routed = rounds[DIRECT][1:], rounds[ROUTED][1:]
+        assert all(one.answers == rounds[ALONE][0].answers for each in rounds.values() for one in each)
+        alone, routed = rounds[ALONE][1:], rounds[ROUTED][1:]
         results[str(count)] = {
-            "first_ms": [statistics.median(one.first_s for one in each) * 1e3 for each in (direct, routed)],
-            "token_ms": [statistics.median(one.token_s for one in each) * 1e3 for each in (direct, routed)],
-            "cpu_us": [statistics.median(one.cpu_s for one in each) * 1e6 for each in (direct, routed)],
-            "first_ratio": speed_ratio([o.first_s for o in routed], [o.first_s for o in direct]),
-            "token_ratio": speed_ratio([o.token_s for o in routed], [o.token_s for o in direct]),
+            "first_ms": [statistics.median(one.first_s for one in each) * 1e3 for each in (alone, routed)],
+            "token_ms": [statistics.median(one.token_s for one in each) * 1e3 for each in (alone, routed)],
+            "cpu_us": [statistics.median(one.cpu_s for one in each) * 1e6 for each in (alone, routed)],
+            "first_ratio": speed_ratio([o.first_s for o in routed], [o.first_s for o in alone]),
+            "token_ratio": speed_ratio([o.token_s for o in routed], [o.token_s for o in alone]),
         }
-    await router.close()
+    for client in clients.values():
+        await client.close()
     return results
 
 
@@ -150,8 +154,7 @@ async def measure_prefixes(
         prepared.config, replicas=max(prepared.config.replicas, 3), kv_cache_memory=f"{kv_tokens}tokens"
     )
     client = make_engine_client(config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    assert isinstance(client, EngineRouter)
-    client.policy = policy
+    client.set_policy(policy)
     info = await client.start()
     random, gate = Random(number), asyncio.Semaphore(OPEN_REQUESTS)
     limit = min(info.vocab_size, 250)
@@ -207,7 +210,7 @@ def main() -> int:
         for name in ("first ms", "token ms"):
             columns += [name + way for way in ways] + ["ratio"]
         columns += ["cpu us" + way for way in ways]
-        print_table("direct and routed; processor time of the API process a token", columns, rows)
+        print_table("alone and routed; processor time of the API process a token", columns, rows)
         print_json({"bench": "replicas overhead", "rounds": args.rounds, **overhead})
         return 0
     return _report_prefixes(prepared, args)

@@ -21,8 +21,9 @@ from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.engine.fingerprint import types_in_use
 from foreword.engine.loader import detect_hardware, make_plugins
+from foreword.engine_client.base import EngineCallbacks
 from foreword.engine_client.remote import RemoteClient
-from foreword.engine_client.router import describe_difference
+from foreword.engine_client.replica_set import describe_difference
 from foreword.errors import ConfigError, ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.model_loader import check_weights, read_model_info
@@ -257,7 +258,7 @@ async def _ask(url: str, key: str) -> EngineInfo | ForewordError:
     client = RemoteClient(url, key)
     try:
         async with asyncio.timeout(REPLICA_ANSWER_S):
-            return await client.start()
+            return await client.start(EngineCallbacks())
     except ForewordError as error:
         return error
     except TimeoutError:

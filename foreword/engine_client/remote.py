@@ -18,10 +18,10 @@ import httpx
 from pydantic import ValidationError
 
 from foreword.config.lora import AdapterInfo, LoraModule
-from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
-from foreword.core.readiness import Readiness, ReplicaState
+from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
-from foreword.engine_client.base import EngineClient, SafeCalls, is_last, iterate_events
+from foreword.engine_client.base import EngineCallbacks, PendingCalls, ReplicaClient, is_last
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
 from foreword.engine_client.remote_messages import (
     CLIENT_INTERVAL_S,
@@ -29,7 +29,6 @@ from foreword.engine_client.remote_messages import (
     MESSAGES,
     REPORT,
     SESSIONS_PATH,
-    CallResult,
     Greeting,
     ReloadEngine,
     RemoteError,
@@ -51,7 +50,7 @@ MAX_CLOCK_ERROR_S: Final = 0.25  # of the known difference of the clocks
 REFUSALS: Final = (httpx.codes.BAD_REQUEST, httpx.codes.REQUEST_ENTITY_TOO_LARGE)  # of a message
 MAX_ERROR_CHARS: Final = 300  # of what a server answers, in our errors
 
-OnEvent = Callable[[Event | None], None]
+OnEvent = Callable[[Event], None]
 _Message = tuple[str, bytes]  # (number of the request that it submits or "", JSON)
 
 
@@ -64,11 +63,13 @@ class _Refused(_Disconnected):
 
 
 class RemoteClient:
-    """See EngineClient. The server replaces an engine that crashes, under open requests.
+    """See ReplicaClient. The server replaces an engine that crashes, under open requests.
 
     If the connection is closed, or silent for `silence_s`, all open requests get EngineDead at once, and so
     do new ones until there is a connection again, to an engine with the same fingerprint.
     """
+
+    pid: None = None  # a process of another machine
 
     def __init__(
         self, url: str, key: str, adapters: tuple[LoraModule, ...] = (), silence_s: float = SILENCE_S
@@ -80,11 +81,7 @@ class RemoteClient:
         self.address = url.rstrip("/")
         self.info: EngineInfo | None = None
         self.alive = False
-        self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str | None], None] | None = None
-        self.on_ready: Callable[[], None] | None = None
-        self.on_blocks: Callable[[BlockUpdate], None] | None = None
-        self.on_crash: Callable[[Collection[str]], None] | None = None  # never called
+        self._callbacks: EngineCallbacks  # set by start()
         self._session: _Session | None = None
         self._accepts = False  # the session is that of the right engine, with its adapters
         self._started: asyncio.Future[EngineInfo] | None = None
@@ -93,8 +90,6 @@ class RemoteClient:
         self._num_lost = 0  # connections
         # By path: None is not loaded yet. A server that was started again has to load them again.
         self._adapters: dict[str, AdapterInfo | None] = {module.path: None for module in adapters}
-        self._usage_changed = asyncio.Event()  # a request ended
-        self._safe_callback = SafeCalls()
         self._http = httpx.AsyncClient(
             base_url=self.address,
             headers={"Authorization": f"Bearer {key.strip()}", "Content-Type": "application/json"},
@@ -115,30 +110,24 @@ class RemoteClient:
         status = "loading" if self.info is None else "unresponsive"
         return Readiness(status, self._detail, restarts=self._num_lost)
 
-    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+    async def start(self, callbacks: EngineCallbacks, reuse: ReplicaClient | None = None) -> EngineInfo:
         """Connect; wait while the server cannot be reached, or loads. Raises ConfigError if it refuses."""
+        self._callbacks = callbacks
         self._started = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name=f"engine at {self.address}")
         return await self._started
-
-    def submit(self, request: Request) -> AsyncIterator[Event]:
-        return iterate_events(self, request)
 
     def listen(self, request: Request, on_event: OnEvent) -> None:
         if not self._accepts:
             raise EngineDead(self._detail)
         self._open_session.submit(request, on_event)
 
-    def finish(self, request_id: str, num_tokens: int) -> None:
-        self._remove(request_id, num_tokens)
-
-    def abort(self, request_id: str) -> None:
-        self._remove(request_id, None)
-
-    def _remove(self, request_id: str, num_tokens: int | None) -> None:
+    def remove(self, request_id: str, num_tokens: int | None = None) -> None:
         if self._session is not None:
             self._session.remove(request_id, num_tokens)
-            self._usage_changed.set()
+
+    def running_ids(self) -> Collection[str]:
+        return () if self._session is None else self._session.open_ids()
 
     def set_threads(self, num_threads: int) -> None:
         """The other machine has cores of its own."""
@@ -147,36 +136,31 @@ class RemoteClient:
         if self._session is not None:
             self._session.send(SessionMessage(send_blocks=SendBlocks()))
 
-    def replica_states(self) -> Sequence[ReplicaState]:
-        return ()
-
     async def reload(self) -> AsyncIterator[str]:
         started_s = time.monotonic()
         yield f"{self.address} replaces its engine"
-        await self._open_session.call(lambda call: SessionMessage(reload=ReloadEngine(call)))
+        await self._call(lambda call: SessionMessage(reload=ReloadEngine(call)))
         yield f"ready after {time.monotonic() - started_s:.1f} s"
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         info = self._adapters[path] = await self._load(path)
         return info
 
-    async def wait_unused(self, digest: str) -> None:
-        while self._session is not None and self._session.uses_adapter(digest):
-            self._usage_changed.clear()
-            await self._usage_changed.wait()
-
     async def unload_adapter(self, digest: str) -> None:
-        await self._open_session.call(lambda call: SessionMessage(unload_adapter=UnloadAdapter(call, digest)))
+        await self._call(lambda call: SessionMessage(unload_adapter=UnloadAdapter(call, digest)))
         for path, info in list(self._adapters.items()):
             if info is not None and info.digest == digest:
                 del self._adapters[path]
 
     async def _load(self, path: str) -> AdapterInfo:
-        info = await self._open_session.call(
-            lambda call: SessionMessage(load_adapter=LoadAdapter(call, path))
-        )
+        info = await self._call(lambda call: SessionMessage(load_adapter=LoadAdapter(call, path)))
         assert info is not None, "a loaded adapter has info"
         return info
+
+    async def _call(self, make_message: Callable[[int], SessionMessage]) -> AdapterInfo | None:
+        """The reply to a message that has one. Raises its error, or EngineDead."""
+        session = self._open_session
+        return await session.calls.call(lambda call: session.send(make_message(call)))
 
     @property
     def _open_session(self) -> _Session:
@@ -184,6 +168,9 @@ class RemoteClient:
         if self._session is None:
             raise EngineDead(self._detail)
         return self._session
+
+    def skip_drain(self) -> None:
+        """close() does not wait for the server's steps."""
 
     async def close(self) -> None:
         self.alive = False
@@ -274,8 +261,8 @@ class RemoteClient:
         self.alive = self._accepts = True
         if self._started is not None and not self._started.done():
             self._started.set_result(self.info)
-        elif self.on_ready is not None:
-            self._safe_callback(self.on_ready)
+        else:
+            self._callbacks.on_ready()
 
     async def _read(self, session: _Session, lines: AsyncIterator[bytes]) -> None:
         """Pass the reports on. Raises _Disconnected, httpx.HTTPError."""
@@ -292,39 +279,31 @@ class RemoteClient:
             session.on_status(report.status)
         for stats in report.steps:
             session.stats = stats
-            if self.on_step is not None:
-                self._safe_callback(self.on_step, stats)
+            self._callbacks.on_step(stats)
         for update in report.blocks:
-            if self.on_blocks is not None:
-                self._safe_callback(self.on_blocks, update)
+            self._callbacks.on_blocks(update)
         for result in report.calls:
-            session.on_result(result)
+            session.calls.resolve(
+                result.call, result.info if result.error is None else result.error.to_error()
+            )
         for event in report.events:
             self._deliver(session, event)
 
     def _deliver(self, session: _Session, event: TokenEvent | EmbeddingEvent | RemoteError) -> None:
-        delivery = session.take_event(event)
-        if delivery is None:
-            return
-        on_event, own = delivery
-        if is_last(own):
-            self._usage_changed.set()
-        self._safe_callback(on_event, own)
+        if (delivery := session.take_event(event)) is not None:
+            on_event, own = delivery
+            on_event(own)
 
     def _on_lost(self, session: _Session, error: BaseException) -> None:
         """End all open requests."""
-        was_accepting, self._accepts, self._session = self._accepts, False, None
+        was_accepting, self._accepts = self._accepts, False
         self._set_detail(error)
-        listeners = session.close(EngineDead(self._detail))
-        self._usage_changed.set()
         if was_accepting and not isinstance(error, asyncio.CancelledError):
             self._num_lost += 1
-            logger.warning("client: %s; %d open requests end here", self._detail, len(listeners))
-            if self.on_restart is not None:
-                is_planned = session.readiness.status == "draining"
-                self._safe_callback(self.on_restart, None if is_planned else self._detail)
-        for request_id, on_event in listeners:
-            self._safe_callback(on_event, ErrorEvent(request_id, EngineDead(self._detail)))
+            logger.warning("client: %s; %d open requests end here", self._detail, len(session.open_ids()))
+            self._callbacks.on_restart(None if session.readiness.status == "draining" else self._detail)
+        session.close(EngineDead(self._detail))
+        self._session = None
 
     def _set_detail(self, error: BaseException) -> None:
         """Say why there is no connection."""
@@ -350,7 +329,7 @@ class _Session:
         # By number in this session: late events of a request never reach a later one with its id.
         self._open: dict[str, tuple[Request, OnEvent]] = {}
         self._numbers: dict[str, str] = {}  # by id of the request
-        self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        self.calls = PendingCalls()
         self._outbox: list[_Message] = []
         self._has_messages = asyncio.Event()
 
@@ -378,12 +357,11 @@ class _Session:
         """End a request, if it is open."""
         number = self._numbers.pop(request_id, None)
         if number is not None:
-            _, on_event = self._open.pop(number)
+            del self._open[number]
             self.send(SessionMessage(remove=RemoveRequest(number, num_tokens)))
-            on_event(None)
 
-    def uses_adapter(self, digest: str) -> bool:
-        return any(request.adapter == digest for request, _ in self._open.values())
+    def open_ids(self) -> Collection[str]:
+        return self._numbers.keys()
 
     def take_event(self, event: TokenEvent | EmbeddingEvent | RemoteError) -> tuple[OnEvent, Event] | None:
         """The event with our id and our clock, for its listener; None if the request has ended."""
@@ -403,43 +381,20 @@ class _Session:
             del self._open[event.request_id], self._numbers[request.id]
         return on_event, own
 
-    def close(self, error: ForewordError) -> list[tuple[str, OnEvent]]:
-        """Fail what waits for a reply; returns id and listener of each open request."""
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(error)
-        listeners = [(request.id, on_event) for request, on_event in self._open.values()]
-        self._open.clear()
-        self._numbers.clear()
-        return listeners
+    def close(self, error: ForewordError) -> None:
+        """End what is open."""
+        self.calls.fail_all(error)
+        while self._open:  # a listener may remove others
+            number = next(iter(self._open))
+            request, on_event = self._open.pop(number)
+            del self._numbers[request.id]
+            on_event(ErrorEvent(request.id, error))
 
     def on_status(self, status: SessionStatus) -> None:
         self.readiness, self.stats = status.readiness, status.stats
         offset_s = status.now_s - time.monotonic()  # less the way: the largest is the nearest
         if offset_s > self._clock_offset_s or offset_s < self._clock_offset_s - MAX_CLOCK_ERROR_S:
             self._clock_offset_s = offset_s
-
-    # Calls
-
-    async def call(self, make_message: Callable[[int], SessionMessage]) -> AdapterInfo | None:
-        """The reply to a message that has one. Raises its error, or EngineDead."""
-        number = next(self._counter)
-        reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
-        self._calls[number] = reply
-        self.send(make_message(number))
-        try:
-            return await reply
-        finally:
-            del self._calls[number]
-
-    def on_result(self, result: CallResult) -> None:
-        reply = self._calls.get(result.call)
-        if reply is None or reply.done():
-            return
-        if result.error is not None:
-            reply.set_exception(result.error.to_error())
-        else:
-            reply.set_result(result.info)
 
     # Messages
 

@@ -1,295 +1,156 @@
-"""Several engines of one model as one: streams move between them, token for token. Imports no torch.
+"""The engines of one model as one: requests move between them, token for token. Imports no torch.
 
-A stream is a request and the tokens delivered so far (InflightRequest). A replica that dies, restarts, is
-drained or does not answer loses its streams to another, which computes their tokens again as a prompt.
+The router has every open request, with the tokens delivered so far (InflightRequest). A replica that dies,
+restarts, is drained or does not answer loses its requests to another, which computes their tokens again as
+a prompt. If there is no other, they wait. One engine is the case of one replica.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.options import Config
 from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepStats, TokenEvent
-from foreword.core.readiness import OnLoadProgress, Readiness, ReplicaState
+from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request, check_deadline
-from foreword.core.structured_output import Vocabulary
-from foreword.engine_client.base import EngineClient, is_last, iterate_events
+from foreword.engine_client.base import EngineCallbacks, ReplicaClient, is_last, iterate_events
+from foreword.engine_client.crash_policy import CrashSuspects, crash_error
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.process_client import ProcessClient
-from foreword.engine_client.remote import RemoteClient
-from foreword.engine_client.resume import CrashSuspects, InflightRequest, crash_error
-from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
-from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, NoReplica
+from foreword.engine_client.replica import RoutedRequest, RouterReplica
+from foreword.engine_client.replica_set import ReplicaSet
+from foreword.engine_client.routing import RoutingPolicy
+from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
-from foreword.planning.replica_resources import read_machine, replica_configs
 from foreword.planning.resolve import EngineInfo
-from foreword.utils.logging import log_model
 
 logger = logging.getLogger(__name__)
 
-TICK_S: Final = 0.1  # interval of checks of health and deadlines
+TICK_S: Final = 0.25  # interval of checks of health and deadlines
 HASHED_TOKENS: Final = 4096  # prompt tokens hashed at a time: more would hold the event loop for long
-MAX_TENANTS: Final = 4096  # whose last replica is remembered
-STATUSES = ("ok", "draining", "unresponsive", "restarting", "loading", "dead")  # the best first
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """One engine of the model."""
-
-    id: str
-    client: EngineClient
-    address: str | None = None  # host:port of another machine's engine; None: a process of this machine
-
-
-class _Member:
-    """A replica and its streams."""
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.client = replica.client
-        self.streams: dict[str, _Stream] = {}
-        self.num_prompt_tokens = 0  # of its streams without a token
-        self.blocks = BlockIndex()
-        self.adapters: set[str] = set()  # digests
-        self.chosen_at = 0
-        self.is_started = False
-        self.is_draining = False
-        self.problem = ""  # why it gets no streams, though it is ready
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it takes streams."""
-        client = self.client
-        return (
-            self.is_started
-            and client.alive
-            and not self.is_draining
-            and not self.problem
-            and client.readiness.is_ready
-        )
-
-    def state(self) -> ReplicaState:
-        replica, readiness, info = self.replica, self.client.readiness, self.client.info
-        status, detail = readiness.status, readiness.detail
-        if self.is_draining:
-            status, detail = "draining", "its streams move to other replicas"
-        elif self.problem:
-            status, detail = "different", self.problem
-        stats = self.client.stats
-        return ReplicaState(
-            replica.id,
-            replica.address,
-            status,
-            detail,
-            None if info is None else info.fingerprint,
-            stats.requests_running,
-            stats.requests_waiting,
-        )
-
-
-class _Stream:
-    """An open request, wherever it runs."""
-
-    __slots__ = ("attempt", "digests", "inflight", "member", "num_prompt", "on_event", "waits_since_s")
-
-    def __init__(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
-        self.inflight = InflightRequest(request)
-        self.on_event = on_event
-        self.member: _Member | None = None  # None: it waits for a replica
-        self.attempt = 0  # number of the placement; events of earlier ones are late
-        self.digests: list[bytes] = []  # of the prompt's blocks that another request may share
-        self.num_prompt = 0  # tokens without KV that `member` counts
-        self.waits_since_s: float | None = None
-
-    @property
-    def id(self) -> str:
-        return self.inflight.request.id
 
 
 class EngineRouter:
-    """See EngineClient: each open request is a stream of one replica, or waits for one."""
+    """See EngineClient: each open request runs in one replica, or waits for one."""
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[RouterReplica],
         timeout_s: float = 60.0,
         fork_server: ForkServer | None = None,
-        policy: RoutingPolicy = choose,
         is_open_ended: bool = False,
         max_model_len: int | None = None,
     ) -> None:
-        """timeout_s    limits the time that a stream waits for a replica
+        """timeout_s    limits the time that a request waits for one of several replicas
         fork_server    starts local engines; close() closes it
-        policy         chooses the replica of a stream among those that may take it
         is_open_ended  others may be added when all are gone
         max_model_len  the context. None: that of the local replicas; without one, all must have the same
         """
-        self.info: EngineInfo | None = None
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str | None], None] | None = None
-        self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
-        self.on_crash: Callable[[Collection[str]], None] | None = None
         self.dead = asyncio.Event()  # all replicas are gone for good
         self._timeout_s = timeout_s
         self._fork_server = fork_server
-        self.policy = policy
         self._is_open_ended = is_open_ended
-        self._max_model_len = max_model_len
-        self._members: dict[str, _Member] = {}
-        self._streams: dict[str, _Stream] = {}
-        self._waiting: dict[str, _Stream] = {}  # in order of arrival
+        self._replicas = ReplicaSet(max_model_len)
+        self._requests: dict[str, RoutedRequest] = {}
+        self._waiting: dict[str, RoutedRequest] = {}  # in order of arrival
         self._suspects = CrashSuspects()
-        self._quarantine: _Member | None = None  # where suspects run, one after another
-        self._adapters: dict[str, AdapterInfo] = {}  # by digest
-        self._last_members: OrderedDict[str, str] = OrderedDict()  # by tenant
-        self._num_choices = 0
+        self._quarantine: RouterReplica | None = None  # where suspects run, one after another
         self._reload_lock = asyncio.Lock()
-        self._usage_changed = asyncio.Event()  # a stream ended
+        self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_error_logged = False  # of a callback
         for each in replicas:
-            self._add_member(each)
+            self._add_replica(each)
 
     # Replicas
 
-    def _add_member(self, added: Replica) -> _Member:
-        assert added.id not in self._members, f"two replicas have the id {added.id}"
-        member = self._members[added.id] = _Member(added)
-        client = added.client
-        client.on_step = partial(self._on_step, member)
-        client.on_restart = partial(self._on_restart, member)
-        client.on_ready = partial(self._on_ready, member)
-        client.on_blocks = partial(self._on_blocks, member)
-        client.on_crash = partial(self._on_crash, member)
-        return member
+    def _add_replica(self, replica: RouterReplica) -> None:
+        assert replica.id not in self._replicas.members, f"two replicas have the id {replica.id}"
+        self._replicas.members[replica.id] = replica
+        replica.callbacks = EngineCallbacks(
+            partial(self._on_step, replica),
+            partial(self._on_blocks, replica),
+            partial(self._on_restart, replica),
+            partial(self._on_crash, replica),
+            partial(self._on_ready, replica),
+            self._end_if_dead,
+            "move to other replicas" if replica.id else "wait for a restart",
+        )
 
-    async def start(self, like: EngineClient | None = None) -> EngineInfo:
-        """The first local replica makes the choices, the others take them over.
+    async def start(self) -> EngineInfo:
+        """Start the replicas. Those of other machines may come later; if all are, wait for the first.
 
-        Replicas on other machines may come later; without a local one, wait for the first of them. A local
-        one is started before them: what they are compared with does not depend on who is fast.
+        A local one is started before them: what they are compared with does not depend on who is fast.
         """
-        local = [each for each in self._members.values() if each.replica.address is None]
-        remote = [each for each in self._members.values() if each.replica.address is not None]
-        if local:
-            await self._start_member(local[0], like)
-            await asyncio.gather(*(self._start_member(each, local[0].client) for each in local[1:]))
-        tasks = [asyncio.create_task(self._start_member(each, like)) for each in remote]
-        await self._wait_first(tasks)
+        await self._replicas.start_local()
+        remote = [each for each in self._replicas if each.address is not None]
+        tasks = [asyncio.create_task(self._start_replica(each, None)) for each in remote]
+        await self._replicas.wait_first(tasks)
+        for task in tasks:
+            self._keep(task)
         assert self.info is not None
         self.alive = True
         self._spawn(self._tick())
         return self.info
 
-    async def _wait_first(self, tasks: Collection[asyncio.Task[None]]) -> None:
-        """Wait until there is a replica, of these starts or before. Raises an error if none may be used."""
-        pending = set(tasks)
-        while pending and self.info is None:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if self.info is None:
-            for task in tasks:
-                task.result()
-            problems = (f"replica {each.id}: {each.detail}" for each in self.replica_states())
-            raise ConfigError("; ".join(problems), "max_model_len")
-        for task in tasks:
-            self._keep(task)
+    async def _start_replica(self, replica: RouterReplica, reuse: ReplicaClient | None) -> None:
+        await self._replicas.start(replica, reuse)
+        self._place_waiting()
 
-    async def _start_member(self, member: _Member, like: EngineClient | None) -> None:
-        before = log_model.get()
-        if member.replica.address is None and len(self._members) > 1:
-            # The client's tasks and its engine inherit it; lines about servers elsewhere have their address.
-            log_model.set(f"{before}{', ' if before else ''}replica {member.replica.id}")
-        try:
-            await member.client.start(like)
-        finally:
-            log_model.set(before)
-        member.is_started = True
-        await self._admit(member)
-
-    def add(self, added: Replica) -> None:
+    def add(self, replica: RouterReplica) -> None:
         """Start a further replica in the background."""
-        member = self._add_member(added)
-        like = next((each.client for each in self._members.values() if each.is_started), None)
-        self._spawn(self._start_member(member, like))
+        reuse = next((each.client for each in self._replicas if each.is_started), None)
+        self._add_replica(replica)
+        self._spawn(self._start_replica(replica, reuse))
 
     async def drain(self, replica_id: str) -> None:
-        """Move the streams of a replica to others, then close it. It does nothing for an unknown id."""
-        member = self._members.get(replica_id)
-        if member is None:
+        """Move the requests of a replica to others, then close it. It does nothing for an unknown id."""
+        replica = self._replicas.members.get(replica_id)
+        if replica is None:
             return
-        self._drain(member)
-        del self._members[replica_id]
-        await member.client.close()
+        self._drain(replica)
+        del self._replicas.members[replica_id]
+        await replica.client.close()
 
-    def _drain(self, member: _Member) -> None:
-        """Move the streams, as far as there is a replica for them; the others wait for one."""
-        member.is_draining = True
-        if self._quarantine is member:
+    def _drain(self, replica: RouterReplica) -> None:
+        replica.is_draining = True
+        if self._quarantine is replica:
             self._quarantine = None
-        for stream in list(member.streams.values()):
-            self._withdraw(stream)
-            self._place(stream)
+        self._move_requests(replica)
 
     async def reload(self) -> AsyncIterator[str]:
-        """One replica after another: its streams move to the others first.
+        """One replica after another: its requests move to the others first. A single one they wait for.
 
         An error names those of other machines that cannot be reached, once the others are replaced.
         """
         skipped = []
         async with self._reload_lock:
-            for member in list(self._members.values()):
-                name, readiness = member.replica.id, member.client.readiness
-                if member.replica.address is not None and not readiness.is_ready:
+            for replica in list(self._replicas):
+                name, readiness = replica.id, replica.client.readiness
+                if replica.address is not None and not readiness.is_ready:
                     skipped.append(f"replica {name} is not reloaded: {readiness.detail}")
                     continue
-                yield f"replica {name}: moving {len(member.streams)} streams"
-                self._drain(member)
+                prefix = f"replica {name}: " if name else ""
+                if name:
+                    yield f"{prefix}moving {len(replica.requests)} streams"
+                    self._drain(replica)
                 try:
-                    async for text in member.client.reload():
-                        yield f"replica {name}: {text}"
+                    async for text in replica.client.reload():
+                        yield f"{prefix}{text}"
                 finally:
-                    member.is_draining = False
+                    replica.is_draining = False
                 self._place_waiting()
         if skipped:
             raise EngineDead("; ".join(skipped))
-
-    async def _admit(self, member: _Member) -> None:
-        """Give a ready replica the adapters it lacks, and streams if it samples the same tokens.
-
-        The first one decides what the others must have.
-        """
-        info = member.client.info
-        assert info is not None, "a started engine has info"
-        if member.replica.address is None and self._max_model_len is None:
-            self._max_model_len = info.resolved.max_model_len
-        member.problem = describe_difference(self.info or info, info, self._max_model_len)
-        if self.info is None and not member.problem:
-            length = self._max_model_len or info.resolved.max_model_len
-            self.info = replace(info, resolved=replace(info.resolved, max_model_len=length))
-            self._adapters = {adapter.digest: adapter for adapter in info.adapters}
-        member.adapters = {adapter.digest for adapter in info.adapters}
-        for digest, adapter in list(self._adapters.items()):
-            if digest not in member.adapters and not member.problem:
-                try:
-                    loaded = await member.client.load_adapter(adapter.path)
-                except ForewordError as error:
-                    member.problem = f"it cannot load the adapter {adapter.path}: {error.message}"
-                else:
-                    member.adapters.add(loaded.digest)
-        if member.problem:
-            logger.error("replica %s gets no requests: %s", member.replica.id, member.problem)
-        self._place_waiting()
 
     # Requests
 
@@ -299,362 +160,331 @@ class EngineRouter:
     def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
         if not self.alive:
             raise EngineDead("the engine is not running")
-        stream = self._streams[request.id] = _Stream(request, on_event)
-        if self._shares_prefix(request) and len(request.prompt_ids) > HASHED_TOKENS:
-            self._spawn(self._place_long(stream))
+        routed = self._requests[request.id] = RoutedRequest(request, on_event)
+        if not self._shares_prefix(request):
+            self._place(routed)
+        elif len(request.prompt_ids) > HASHED_TOKENS:
+            self._spawn(self._place_long(routed))
         else:
-            self._hash_prompt(stream, len(request.prompt_ids))
-            self._place(stream)
+            self._hash_prompt(routed, len(request.prompt_ids))
+            self._place(routed)
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        self._remove(request_id, lambda client: client.finish(request_id, num_tokens))
+        self._remove(request_id, num_tokens)
 
     def abort(self, request_id: str) -> None:
-        self._remove(request_id, lambda client: client.abort(request_id))
+        self._remove(request_id, None)
 
-    def _remove(self, request_id: str, remove: Callable[[EngineClient], None]) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        member = stream.member
-        self._end(stream)
-        if member is not None:
-            remove(member.client)
-        stream.on_event(None)
-        self._place_waiting()
+    def _remove(self, request_id: str, num_tokens: int | None) -> None:
+        routed = self._requests.get(request_id)
+        if routed is not None:
+            self._end(routed, num_tokens)
+            self._call(routed.on_event, None)
+            self._place_waiting()
 
-    def _end(self, stream: _Stream) -> None:
-        self._leave(stream)
-        del self._streams[stream.id]
-        self._waiting.pop(stream.id, None)
-        self._clear_suspect(stream)
+    def _end(self, routed: RoutedRequest, num_tokens: int | None = None) -> None:
+        replica = routed.replica
+        if replica is not None:
+            self._leave(routed)
+            replica.client.remove(routed.sent_id, num_tokens)  # nothing, if its last event came
+        del self._requests[routed.id]
+        self._waiting.pop(routed.id, None)
+        self._clear_suspect(routed)
         self._usage_changed.set()
 
     # Placement
 
     def _shares_prefix(self, request: Request) -> bool:
-        """Whether a replica may have blocks of its prompt."""
+        """Whether a replica may have blocks of its prompt that another one lacks."""
         assert self.info is not None
-        resolved = self.info.resolved
-        is_matched = request.params.prompt_logprobs is None and request.pooling != "mean"
-        return len(self._members) > 1 and resolved.prefix_caching and is_matched
+        has_choice = len(self._replicas) > 1 and self.info.resolved.prefix_caching
+        return has_choice and request.params.prompt_logprobs is None and request.pooling != "mean"
 
-    def _hash_prompt(self, stream: _Stream, num_tokens: int) -> None:
+    def _hash_prompt(self, routed: RoutedRequest, num_tokens: int) -> None:
         """Hash the blocks of the first prompt tokens, but not the last token's: its row is computed."""
-        request = stream.inflight.request
-        if self.info is not None and self._shares_prefix(request):
-            size = self.info.resolved.block_size
-            tokens = request.prompt_ids[: min(num_tokens, len(request.prompt_ids) - 1)]
-            extend_hashes(stream.digests, tokens, size, request.namespace, request.images)
-
-    async def _place_long(self, stream: _Stream) -> None:
-        """Place a stream with a long prompt; the event loop runs between parts of the prompt."""
-        length = len(stream.inflight.request.prompt_ids)
-        for end in range(HASHED_TOKENS, length + HASHED_TOKENS, HASHED_TOKENS):
-            self._hash_prompt(stream, end)
-            await asyncio.sleep(0)
-        if self._streams.get(stream.id) is stream and stream.member is None:
-            self._place(stream)
-
-    def _place(self, stream: _Stream) -> None:
-        """Send the stream to a replica; without one it waits."""
-        while (member := self._choose(stream)) is not None:
-            try:
-                self._send(stream, member)
-            except EngineDead:  # its client noticed first
-                self._leave(stream)
-                continue
-            self._waiting.pop(stream.id, None)
-            stream.waits_since_s = None
-            return
-        if stream.waits_since_s is None:
-            stream.waits_since_s = time.monotonic()
-            self._waiting[stream.id] = stream
-
-    def _choose(self, stream: _Stream) -> _Member | None:
-        request, suspects = stream.inflight.request, self._suspects
-        if stream.id in suspects:
-            member = self._quarantine
-            is_next = suspects.quarantined == stream.id
-            return member if is_next and member is not None and member.is_ready else None
-        members = [
-            each
-            for each in self._members.values()
-            if each.is_ready
-            and each is not self._quarantine
-            and (request.adapter in each.adapters or request.adapter not in self._adapters)
-        ]
-        if stream.inflight.has_run:
-            members = self._with_room(members)
-        if not members:
-            return None
-        candidates = [
-            ReplicaLoad(
-                each.replica.id,
-                len(each.streams),
-                each.num_prompt_tokens,
-                each.blocks.num_matched(stream.digests),
-                each.chosen_at,
-            )
-            for each in members
-        ]
-        tenant = request.cache_salt
-        last_id = self._last_members.get(tenant) if tenant else None
-        chosen = self._members[self.policy(candidates, last_id)]
-        self._num_choices += 1
-        chosen.chosen_at = self._num_choices
-        if tenant:
-            self._last_members[tenant] = chosen.replica.id
-            self._last_members.move_to_end(tenant)
-            while len(self._last_members) > MAX_TENANTS:
-                self._last_members.popitem(last=False)
-        return chosen
-
-    def _with_room(self, members: list[_Member]) -> list[_Member]:
-        """Replicas that run a stream at once; all, if none has room and none will soon be ready."""
         assert self.info is not None
-        limit = self.info.resolved.max_num_seqs
-        with_room = [each for each in members if len(each.streams) < limit]
-        is_soon_ready = any(each.client.readiness.status == "restarting" for each in self._members.values())
-        return with_room if with_room or is_soon_ready else members
+        request, size = routed.inflight.request, self.info.resolved.block_size
+        tokens = request.prompt_ids[: min(num_tokens, len(request.prompt_ids) - 1)]
+        extend_hashes(routed.digests, tokens, size, request.namespace, request.images)
 
-    def _send(self, stream: _Stream, member: _Member) -> None:
-        assert self.info is not None and member.client.info is not None
-        stream.attempt += 1
-        stream.member = member
-        member.streams[stream.id] = stream
-        request = stream.inflight.make_resume_request()
-        matched = member.blocks.num_matched(stream.digests) * self.info.resolved.block_size
-        stream.num_prompt = len(request.prompt_ids) + len(request.resume_output_ids) - matched
-        member.num_prompt_tokens += stream.num_prompt
-        member.blocks.add_computing(stream.digests)
+    async def _place_long(self, routed: RoutedRequest) -> None:
+        """Place a request with a long prompt; the event loop runs between parts of the prompt."""
+        length = len(routed.inflight.request.prompt_ids)
+        for end in range(HASHED_TOKENS, length + HASHED_TOKENS, HASHED_TOKENS):
+            self._hash_prompt(routed, end)
+            await asyncio.sleep(0)
+        if self._requests.get(routed.id) is routed and routed.replica is None:
+            self._place(routed)
+
+    def _place(self, routed: RoutedRequest) -> None:
+        """Send the request to a replica; without one it waits."""
+        while (replica := self._choose(routed)) is not None:
+            try:
+                self._send(routed, replica)
+            except EngineDead:  # its client noticed first
+                self._leave(routed)
+                continue
+            self._waiting.pop(routed.id, None)
+            routed.waits_since_s = None
+            return
+        if routed.waits_since_s is None:
+            routed.waits_since_s = time.monotonic()
+            self._waiting[routed.id] = routed
+
+    def _choose(self, routed: RoutedRequest) -> RouterReplica | None:
+        if routed.id not in self._suspects:
+            return self._replicas.choose(routed, self._quarantine)
+        is_next, home = self._suspects.quarantined == routed.id, self._quarantine
+        return home if is_next and home is not None and home.is_ready else None
+
+    def _send(self, routed: RoutedRequest, replica: RouterReplica) -> None:
+        assert self.info is not None and replica.client.info is not None
+        request = routed.inflight.request
+        if routed.num_placements:
+            request = routed.inflight.make_resume_request(f"{request.id}~{routed.num_placements}")
+        routed.num_placements += 1
+        routed.replica, routed.sent_id = replica, request.id
+        replica.requests[request.id] = routed
+        matched = replica.blocks.num_matched(routed.digests) * self.info.resolved.block_size
+        routed.num_prompt = len(request.prompt_ids) + len(request.resume_output_ids) - matched
+        replica.num_prompt_tokens += routed.num_prompt
+        replica.blocks.add_computing(routed.digests)
         max_len, params = self.info.resolved.max_model_len, request.params
-        if request.pooling is None and member.client.info.resolved.max_model_len > max_len:
+        if request.pooling is None and replica.client.info.resolved.max_model_len > max_len:
             room = max_len - len(request.prompt_ids)
             most, least = min(params.max_tokens or room, room), min(params.min_tokens, room)
             request = replace(request, params=replace(params, max_tokens=most, min_tokens=least))
-        member.client.listen(request, partial(self._on_event, stream, stream.attempt))
+        replica.client.listen(request, partial(self._on_event, routed))
 
-    def _leave(self, stream: _Stream) -> None:
-        """The stream's replica does not run it any longer."""
-        member = stream.member
-        if member is not None:
-            self._on_prompt_done(stream)
-            del member.streams[stream.id]
-            stream.member = None
-            stream.attempt += 1
+    def _leave(self, routed: RoutedRequest) -> None:
+        """The request's replica does not run it any longer."""
+        replica = routed.replica
+        assert replica is not None
+        self._on_prompt_done(routed, replica)
+        del replica.requests[routed.sent_id]
+        routed.replica = None
 
-    def _withdraw(self, stream: _Stream) -> None:
-        """Take the stream from its replica, to move it."""
-        member = stream.member
-        assert member is not None
-        self._leave(stream)
-        stream.inflight.has_run = True
-        member.client.abort(stream.id)
+    def _move_requests(self, replica: RouterReplica) -> None:
+        """Place the requests of a replica that could go on with them, as far as there is another."""
+        for routed in list(replica.requests.values()):
+            self._leave(routed)
+            routed.inflight.has_run = True
+            replica.client.remove(routed.sent_id)
+            self._place(routed)
 
-    def _on_prompt_done(self, stream: _Stream) -> None:
-        """The replica has computed the prompt, or the stream leaves it."""
-        if stream.num_prompt:
-            assert stream.member is not None
-            stream.member.num_prompt_tokens -= stream.num_prompt
-            stream.num_prompt = 0
-            stream.member.blocks.remove_computing(stream.digests)
+    def _on_prompt_done(self, routed: RoutedRequest, replica: RouterReplica) -> None:
+        """The replica has computed the prompt, or the request leaves it."""
+        if routed.num_prompt:
+            replica.num_prompt_tokens -= routed.num_prompt
+            routed.num_prompt = 0
+            replica.blocks.remove_computing(routed.digests)
 
     def _place_waiting(self) -> None:
-        for stream in list(self._waiting.values()):
-            self._place(stream)
+        for routed in list(self._waiting.values()):
+            self._place(routed)
 
     # Events of replicas
 
-    def _on_event(self, stream: _Stream, attempt: int, event: Event | None) -> None:
-        if event is None or attempt != stream.attempt:
-            return  # the stream moved or ended
-        if isinstance(event, ErrorEvent) and isinstance(event.error, EngineDead) and self.alive:
-            self._leave(stream)
-            stream.inflight.has_run = True
-            self._place(stream)
-            return
-        new = stream.inflight.on_event(event) if isinstance(event, TokenEvent) else event
-        if new is None:
-            return
-        if stream.num_prompt:
-            self._on_prompt_done(stream)
-        was_suspect = self._clear_suspect(stream)
+    def _on_event(self, routed: RoutedRequest, event: Event) -> None:
+        replica = routed.replica
+        assert replica is not None, "a client passes on no event of a removed request"
+        if isinstance(event, TokenEvent):
+            new = routed.inflight.on_event(event)
+            if new is None:
+                return
+        elif isinstance(event, ErrorEvent):
+            if isinstance(event.error, EngineDead) and self.alive:
+                self._leave(routed)
+                routed.inflight.has_run |= replica.address is not None  # nobody knows
+                self._place(routed)
+                return
+            new = ErrorEvent(routed.id, event.error)
+        else:
+            new = replace(event, request_id=routed.id)
+        replica.made_progress = True
+        if routed.num_prompt:
+            self._on_prompt_done(routed, replica)
         if is_last(new):
-            member = stream.member
-            self._end(stream)
-            if isinstance(event, TokenEvent) and isinstance(new, ErrorEvent) and member is not None:
-                member.client.abort(stream.id)
-        if self._waiting and (was_suspect or is_last(new)):
+            self._end(routed)
+            if self._waiting:
+                self._place_waiting()
+        elif self._clear_suspect(routed) and self._waiting:
             self._place_waiting()
-        stream.on_event(new)
+        self._call(routed.on_event, new)
 
-    def _on_crash(self, member: _Member, busy_ids: Collection[str]) -> None:
-        """The local engine crashed with these streams in the batch; all its streams move next."""
-        refused = self._suspects.on_crash(tuple(busy_ids), member.streams.keys() - set(busy_ids))
+    def _on_crash(self, replica: RouterReplica, sent_ids: Collection[str]) -> bool:
+        """Find out who is to blame; the requests of the replica leave it next."""
+        busy = [replica.requests[each] for each in sent_ids if each in replica.requests]
+        for routed in busy:
+            routed.inflight.has_run = True
+        busy_ids = [routed.id for routed in busy]
+        idle_ids = {routed.id for routed in replica.requests.values()}.difference(busy_ids)
+        refused = self._suspects.on_crash(busy_ids, idle_ids)
         if refused is not None:
-            logger.error("request %s: %s", refused, crash_error())
-            self._fail(self._streams[refused], crash_error())
+            logger.error("client: request %s: %s", refused, crash_error())
+            self._fail(self._requests[refused], crash_error())
         if self._suspects.quarantined is not None and self._quarantine is None:
-            self._quarantine = member  # it restarts without streams
+            self._quarantine = replica  # it restarts without requests
+        made_progress, replica.made_progress = replica.made_progress, False
+        return made_progress
 
-    def _clear_suspect(self, stream: _Stream) -> bool:
-        """The stream gained a token, or ended. Returns whether it was suspected of crashes."""
-        was_suspect = stream.id in self._suspects
-        self._suspects.clear(stream.id)
+    def _clear_suspect(self, routed: RoutedRequest) -> bool:
+        """The request gained a token, or ended. Returns whether it was suspected of crashes."""
+        was_suspect = routed.id in self._suspects
+        self._suspects.clear(routed.id)
         if self._suspects.quarantined is None:
             self._quarantine = None
         return was_suspect
 
-    def _on_ready(self, member: _Member) -> None:
-        if member.replica.address is None:
+    def _on_ready(self, replica: RouterReplica) -> None:
+        if replica.address is None:
             self._place_waiting()
         else:
-            member.is_started = True  # also after it has refused its first connection
-            self._spawn(self._admit(member))
+            replica.is_started = True  # also after it has refused its first connection
+            self._spawn(self._admit(replica))
 
-    def _on_blocks(self, member: _Member, update: BlockUpdate) -> None:
-        if not member.blocks.update(update):
-            member.client.request_blocks()
+    async def _admit(self, replica: RouterReplica) -> None:
+        await self._replicas.admit(replica)
+        self._place_waiting()
 
-    def _on_step(self, member: _Member, stats: StepStats) -> None:
+    def _on_blocks(self, replica: RouterReplica, update: BlockUpdate) -> None:
+        if replica is self._replicas.only:
+            if self.on_blocks is not None:
+                self._call(self.on_blocks, update)
+        elif not replica.blocks.update(update):
+            replica.client.request_blocks()
+
+    def _on_step(self, replica: RouterReplica, stats: StepStats) -> None:
         if self.on_step is not None:
-            self.on_step(replace(stats, replica=member.replica.id))
+            self._call(self.on_step, replace(stats, replica=replica.id) if replica.id else stats)
 
-    def _on_restart(self, member: _Member, reason: str | None) -> None:
-        member.blocks.clear()
+    def _on_restart(self, replica: RouterReplica, reason: str | None) -> None:
+        replica.blocks.clear()
         if self.on_restart is not None:
-            self.on_restart(None if reason is None else f"replica {member.replica.id}: {reason}")
-        self._on_step(member, StepStats())  # the new engine counts from zero
+            named = f"replica {replica.id}: {reason}" if replica.id else reason
+            self._call(self.on_restart, None if reason is None else named)
+        if replica.id:
+            self._on_step(replica, StepStats())  # the new engine counts from zero
 
-    def _fail(self, stream: _Stream, error: ForewordError) -> None:
-        self._end(stream)
-        stream.on_event(ErrorEvent(stream.id, error))
+    def _end_if_dead(self) -> None:
+        """End all requests once each replica is gone for good."""
+        may_come = self._is_open_ended or not all(each.is_started for each in self._replicas)
+        if self.alive and not may_come and not any(each.client.alive for each in self._replicas):
+            self.alive = False
+            text = "all replicas of the engine died"
+            self._fail_all("the engine died and could not be restarted" if self._replicas.only else text)
+            self.dead.set()
+
+    def _fail(self, routed: RoutedRequest, error: ForewordError) -> None:
+        if self._requests.get(routed.id) is routed:  # a callback may have ended it
+            self._end(routed)
+            self._call(routed.on_event, ErrorEvent(routed.id, error))
+
+    def _fail_all(self, message: str) -> None:
+        for routed in list(self._requests.values()):
+            self._fail(routed, EngineDead(message))
+
+    def _call(self, callback: Callable[..., None], *args: Any) -> None:
+        """An error of a callback loses no event and ends no connection; the first is logged."""
+        try:
+            callback(*args)
+        except Exception:
+            if not self._is_error_logged:
+                logger.exception("client: a callback failed; later failures are not logged")
+            self._is_error_logged = True
 
     # Health
 
     async def _tick(self) -> None:
-        """Check replicas and deadlines until all replicas are gone."""
-        while self._is_open_ended or any(
-            each.client.alive or not each.is_started for each in self._members.values()
-        ):
+        """Check replicas and deadlines."""
+        while self.alive:
+            self._end_if_dead()
             self._expire(time.monotonic())
-            self._check_members()
+            self._check_replicas()
             self._place_waiting()
             await asyncio.sleep(TICK_S)
-        self.alive = False
-        self._fail_all("all replicas of the engine died")
-        self.dead.set()
 
-    def _check_members(self) -> None:
-        """Move the streams of replicas that do not answer; give suspects another one if theirs is gone."""
-        members = self._members.values()
-        for member in members:
-            is_stuck = member.streams and not member.client.readiness.is_ready
-            if is_stuck and any(each.is_ready for each in members if each is not self._quarantine):
-                logger.warning("replica %s: %s", member.replica.id, member.client.readiness.detail)
-                for stream in list(member.streams.values()):
-                    self._withdraw(stream)
-                    self._place(stream)
+    def _check_replicas(self) -> None:
+        """Move the requests of replicas that do not answer; give suspects another one if theirs is gone."""
+        replicas = self._replicas
+        for replica in replicas:
+            is_stuck = replica.requests and not replica.client.readiness.is_ready
+            if is_stuck and any(each.is_ready for each in replicas if each is not self._quarantine):
+                logger.warning("replica %s: %s", replica.id, replica.client.readiness.detail)
+                self._move_requests(replica)
         if self._suspects.quarantined is not None and (
             self._quarantine is None or not self._quarantine.client.alive
         ):
-            ready = [each for each in members if each.is_ready]
-            self._quarantine = min(ready, key=lambda each: len(each.streams), default=None)
+            ready = [each for each in replicas if each.is_ready]
+            self._quarantine = min(ready, key=lambda each: len(each.requests), default=None)
             if self._quarantine is not None:
-                for stream in list(self._quarantine.streams.values()):
-                    self._withdraw(stream)
-                    self._place(stream)
+                self._move_requests(self._quarantine)
 
     def _expire(self, now_s: float) -> None:
-        """End waiting streams beyond their deadlines."""
-        for stream in list(self._waiting.values()):
-            inflight, since_s = stream.inflight, stream.waits_since_s
-            has_run = inflight.has_run or bool(inflight.delivered_ids)
-            error = check_deadline(inflight.request, now_s, has_run)
-            if error is None and since_s is not None and now_s - since_s >= self._timeout_s:
+        """End requests beyond their deadlines; a responsive engine is usually earlier."""
+        for replica in self._replicas:
+            is_ready = replica.client.readiness.is_ready  # then it enforces queue deadlines itself
+            running = () if is_ready or not replica.requests else replica.client.running_ids()
+            for sent_id, routed in list(replica.requests.items()):
+                self._check_deadline(routed, now_s, is_ready or sent_id in running)
+        for routed in list(self._waiting.values()):
+            self._check_deadline(routed, now_s, is_running=False)
+            since_s = routed.waits_since_s
+            if self._replicas.only is None and since_s is not None and now_s - since_s >= self._timeout_s:
                 states = "; ".join(f"replica {each.id} is {each.status}" for each in self.replica_states())
-                error = NoReplica(f"no replica was ready within {self._timeout_s:g} s: {states}")
-            if error is not None:
-                self._fail(stream, error)
+                self._fail(routed, NoReplica(f"no replica was ready within {self._timeout_s:g} s: {states}"))
+
+    def _check_deadline(self, routed: RoutedRequest, now_s: float, is_running: bool) -> None:
+        inflight = routed.inflight
+        error = check_deadline(inflight.request, now_s, is_running or inflight.has_started)
+        if error is not None:
+            self._fail(routed, error)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._replicas.info
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there may be several engines."""
+        return self._replicas.only is None
 
     @property
     def readiness(self) -> Readiness:
-        all_states = [each.client.readiness for each in self._members.values()]
-        restarts = sum(each.restarts for each in all_states)
-        num_ready = sum(each.is_ready for each in self._members.values())
-        detail = f"{num_ready} of {len(self._members)} replicas are ready"
-        if self.dead.is_set():
-            return Readiness("dead", "all replicas are gone", restarts=restarts)
-        if not self.alive:
-            progress = next((each.progress for each in all_states if each.progress is not None), None)
-            return Readiness("loading", f"the engine is still loading: {detail}", progress, restarts)
-        if num_ready:
-            return Readiness("ok", "" if num_ready == len(self._members) else detail, restarts=restarts)
-        if not all_states:
-            return Readiness("restarting", "there is no replica")
-        best = min(all_states, key=lambda each: STATUSES.index(each.status))
-        status = "restarting" if best.is_ready else best.status  # draining, or different
-        return Readiness(status, best.detail or detail, best.progress, restarts)
+        if self.dead.is_set() and self.has_replicas:
+            return replace(self._replicas.readiness(True), status="dead", detail="all replicas are gone")
+        return self._replicas.readiness(self.alive)
 
     @property
     def stats(self) -> StepStats:
-        """Requests, memory and counters of all replicas; usage of the KV cache is their mean."""
-        parts = [each.client.stats for each in self._members.values()]
-        return StepStats(
-            requests_running=sum(each.requests_running for each in parts),
-            requests_waiting=sum(each.requests_waiting for each in parts) + len(self._waiting),
-            longest_running_tokens=max((each.longest_running_tokens for each in parts), default=0),
-            oldest_running_seconds=max((each.oldest_running_seconds for each in parts), default=0.0),
-            kv_cache_usage_ratio=sum(each.kv_cache_usage_ratio for each in parts) / max(len(parts), 1),
-            prefix_cache_queries_total=sum(each.prefix_cache_queries_total for each in parts),
-            prefix_cache_hits_total=sum(each.prefix_cache_hits_total for each in parts),
-            preemptions_total=sum(each.preemptions_total for each in parts),
-            device_memory_bytes=sum(each.device_memory_bytes for each in parts),
-        )
+        return self._replicas.stats(self._waiting.values(), time.monotonic())
 
     @property
     def pids(self) -> Mapping[str, int]:
         """Process ids of local engines, by replica."""
-        return {
-            name: pid
-            for name, each in self._members.items()
-            if isinstance(each.client, ProcessClient) and (pid := each.client.pid) is not None
-        }
+        pids = {name: each.client.pid for name, each in self._replicas.members.items()}
+        return {name: pid for name, pid in pids.items() if pid is not None}
 
     def replica_states(self) -> list[ReplicaState]:
-        return [each.state() for each in self._members.values()]
+        return self._replicas.states()
 
     def request_blocks(self) -> None:
-        """Without effect: each replica has a prefix cache of its own, and this client publishes none."""
+        """Several replicas have a prefix cache each: no snapshot is of all."""
+        if self._replicas.only is not None:
+            self._replicas.only.client.request_blocks()
+
+    def set_policy(self, policy: RoutingPolicy) -> None:
+        """Choose the replica of a request among those that may take it; choose() is the default."""
+        self._replicas.policy = policy
 
     def set_threads(self, num_threads: int) -> None:
-        """Of each replica."""
-        for member in self._members.values():
-            member.client.set_threads(num_threads)
+        for replica in self._replicas:
+            replica.client.set_threads(num_threads)
 
     # Adapters
 
     async def load_adapter(self, path: str) -> AdapterInfo:
-        """Load it into all replicas, or into none."""
-        members = [each for each in self._members.values() if each.client.alive and not each.problem]
-        results = await asyncio.gather(
-            *(each.client.load_adapter(path) for each in members), return_exceptions=True
-        )
-        infos = [each for each in results if isinstance(each, AdapterInfo)]
-        errors = [each for each in results if isinstance(each, BaseException)]
-        if not errors and len({each.digest for each in infos}) > 1:
-            errors = [AdapterConflict(f"{path} differs between the machines of the replicas", "lora_path")]
-        if errors:
-            for member, info in zip(members, results, strict=True):
-                if isinstance(info, AdapterInfo) and info.digest not in member.adapters:
-                    await self._unload(member, info.digest)
-            raise errors[0]
-        info = infos[0]
-        self._adapters[info.digest] = info
-        for member in members:
-            member.adapters.add(info.digest)
-        return info
+        return await self._replicas.load_adapter(path)
 
     async def wait_unused(self, digest: str) -> None:
         while self.alive and self._num_users(digest):
@@ -662,26 +492,19 @@ class EngineRouter:
             await self._usage_changed.wait()
 
     def _num_users(self, digest: str) -> int:
-        return sum(each.inflight.request.adapter == digest for each in self._streams.values())
+        return sum(each.inflight.request.adapter == digest for each in self._requests.values())
 
     async def unload_adapter(self, digest: str) -> None:
         if num_users := self._num_users(digest):
             raise AdapterConflict(f"{num_users} requests use the adapter: it stays loaded", "lora_name")
-        self._adapters.pop(digest, None)
-        await asyncio.gather(*(self._unload(each, digest) for each in self._members.values()))
-
-    async def _unload(self, member: _Member, digest: str) -> None:
-        member.adapters.discard(digest)
-        with contextlib.suppress(EngineDead):
-            await member.client.unload_adapter(digest)
+        await self._replicas.unload_adapter(digest)
 
     # End
 
     def skip_drain(self) -> None:
-        """Make close() kill local engines instead of waiting for their steps."""
-        for member in self._members.values():
-            if isinstance(member.client, ProcessClient):
-                member.client.skip_drain()
+        """Make close() kill local engines instead of waiting for their steps, also if it runs already."""
+        for replica in self._replicas:
+            replica.client.skip_drain()
 
     async def close(self) -> None:
         self.alive = False
@@ -689,14 +512,10 @@ class EngineRouter:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(each.client.close() for each in self._members.values()))
+        await asyncio.gather(*(each.client.close() for each in self._replicas))
         if self._fork_server is not None:
             await self._fork_server.close()
         self._fail_all("the engine was shut down")
-
-    def _fail_all(self, message: str) -> None:
-        for stream in list(self._streams.values()):
-            self._fail(stream, EngineDead(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._keep(asyncio.create_task(work))
@@ -713,60 +532,3 @@ class EngineRouter:
                 logger.error("a replica could not be started: %s", error.message)
             else:
                 logger.error("a task of the router failed", exc_info=error)
-
-
-def describe_difference(first: EngineInfo, other: EngineInfo, max_model_len: int | None = None) -> str:
-    """Why an engine cannot go on with the answers of another, or "".
-
-    It needs a context of `max_model_len` tokens or more; without that, the same as the other.
-    """
-    if first.fingerprint != other.fingerprint:
-        return (
-            f"it would sample other tokens: its fingerprint is {other.fingerprint}, not {first.fingerprint}"
-        )
-    length, first_length = other.resolved.max_model_len, first.resolved.max_model_len
-    if max_model_len is not None:
-        problem = f"its context of {length} tokens is shorter than the router's {max_model_len}"
-        return problem if length < max_model_len else ""
-    if length != first_length:
-        comparative = "shorter" if length < first_length else "longer"
-        hint = f"--max-model-len {min(length, first_length)} uses both"
-        return (
-            f"its context of {length} tokens is {comparative} than the first replica's {first_length}; {hint}"
-        )
-    return ""
-
-
-def remote_replica(config: Config, url: str) -> Replica:
-    """The engine of the server at this URL."""
-    assert config.engine_key is not None, "--replica-urls needs --engine-key"
-    address = url.partition("://")[2]
-    return Replica(address, RemoteClient(url, config.engine_key, config.adapters), address)
-
-
-def make_engine_client(
-    config: Config,
-    never_sampled_ids: tuple[int, ...],
-    vocabulary: Callable[[], Vocabulary],
-    on_progress: OnLoadProgress | None = None,
-    fork_server: ForkServer | None = None,
-    owns_fork_server: bool = True,
-) -> ProcessClient | EngineRouter:
-    """The engine of a config, or its replicas; see ProcessClient. The first one reports its progress."""
-    shared = fork_server or ForkServer()
-    if config.replicas == 1 and not config.remote_urls:
-        return ProcessClient(config, never_sampled_ids, vocabulary, on_progress, shared, owns_fork_server)
-    replicas = []
-    for index, own in enumerate(replica_configs(config, read_machine())):
-        client = ProcessClient(
-            own, never_sampled_ids, vocabulary, None if index else on_progress, shared, owns_fork_server=False
-        )
-        replicas.append(Replica(str(index), client))
-    replicas += [remote_replica(config, url) for url in config.remote_urls]
-    return EngineRouter(
-        replicas,
-        config.replica_timeout,
-        shared if owns_fork_server else None,
-        is_open_ended=bool(config.remote_urls),
-        max_model_len=config.max_model_len,
-    )

@@ -15,7 +15,8 @@ from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.base import EngineClient
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.router import make_engine_client
+from foreword.engine_client.make_client import make_engine_client
+from foreword.engine_client.router import EngineRouter
 from foreword.errors import ConfigError
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
@@ -41,7 +42,6 @@ async def open_processes(
         prepared.tokenizer.vocabulary,
         on_progress,
         fork_server,
-        owns_fork_server=False,
     )
     encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
     return ModelProcesses(prepared, engine, encoder)
@@ -50,11 +50,10 @@ async def open_processes(
 class ModelProcesses:
     """The clients of both processes, from the beginning of a load to the end of an unload."""
 
-    def __init__(self, prepared: CheckpointInfo, engine: Any, encoder: EncoderClient | None = None) -> None:
-        """engine  an EngineClient with `dead`, `pids` and skip_drain(), as a ProcessClient or an EngineRouter
-
-        Raises CheckpointError for a pooling that decoders do not have.
-        """
+    def __init__(
+        self, prepared: CheckpointInfo, engine: EngineRouter, encoder: EncoderClient | None = None
+    ) -> None:
+        """Raises CheckpointError for a pooling that decoders do not have."""
         self.prepared = prepared
         self.engine = engine
         self.encoder = encoder
@@ -95,7 +94,7 @@ class ModelProcesses:
     @property
     def readiness(self) -> Readiness:
         """The state of the load while start() runs; never "ok"."""
-        engine: Readiness = self.engine.readiness
+        engine = self.engine.readiness
         if not engine.is_ready:
             return engine
         is_waiting = self.encoder is not None and self.encoder.info is None
@@ -117,6 +116,7 @@ class ModelProcesses:
     def make_recorder(self, name: str) -> MetricsRecorder:
         """Metrics of the started model."""
         config, info = self.prepared.config, self.engine.info
+        assert info is not None, "a started engine has info"
         return MetricsRecorder(
             info.resolved.drafters,
             config.log_interval,

@@ -329,7 +329,7 @@ def test_replicas_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> N
         other.client.info = replace(other.client.info, fingerprint="fp_other")
         code, text = check_urls(first.url, other.url)
         assert code == 1
-        assert f"no   replica {other.url}: it would sample other tokens" in text
+        assert f"no   replica {other.url}: fingerprint fp_other differs" in text
         code, text = check_urls(first.url, engine_key="the key of no engine")
         assert code == 1
         assert f"no   replica {first.url}: " in text

@@ -21,7 +21,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS
 from foreword.engine.scheduler_trace import replay
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.make_client import make_engine_client
 from foreword.errors import RequestFailed
 from tests.support import faulty_engine
 from tests.support.checkpoints import EOS, write_checkpoint
@@ -404,7 +404,7 @@ async def test_faults_in_an_engine_process(
     faults = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
     monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in faults]))
     config, server = Config(model=str(checkpoint), **(DEFAULTS | OPTIONS)), ForkServer(faulty_engine.__name__)
-    client = ProcessClient(config, (), lambda: VOCABULARY, fork_server=server)
+    client = make_engine_client(config, (), lambda: VOCABULARY, fork_server=server)
     restarts: list[str | None] = []
     client.on_restart = restarts.append
     await client.start()
@@ -414,6 +414,7 @@ async def test_faults_in_an_engine_process(
 
     answers = await asyncio.gather(*map(answer, all_requests()))
     await client.close()
+    await server.close()
     events_by_id = {request.id: events for request, events in zip(all_requests(), answers, strict=True)}
     assert isinstance(events_by_id["penalized"][-1], ErrorEvent) and restarts
     check_others(events_by_id, faultless, ["penalized"])

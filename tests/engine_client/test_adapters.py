@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +15,14 @@ import pytest_asyncio
 from foreword.core.outputs import ErrorEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.router import EngineRouter
 from foreword.errors import AdapterConflict, CheckpointError, ModelNotFound
-from tests.engine_client.test_process_client import make_client
 from tests.support.checkpoints import write_checkpoint
-from tests.support.client_answers import Killer, collect_answers, last_event
+from tests.support.client_answers import Killer, collect_answers, last_event, make_client, pid_of
 from tests.support.lora_files import write_adapter
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 PARAMS = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -38,17 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def anywhere() -> Iterator[None]:
-    """The fork server can import the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
-        yield
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(folder: Path) -> AsyncIterator[ProcessClient]:
-    client = make_client(folder / "model", lora_modules=f"first={folder / 'first'}", max_loras=2)
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def client(folder: Path, fork_server: ForkServer) -> AsyncIterator[EngineRouter]:
+    client = make_client(
+        folder / "model",
+        fork_server,
+        prefix_caching=False,
+        lora_modules=f"first={folder / 'first'}",
+        max_loras=2,
+    )
     await client.start()
     yield client
     await client.close()
@@ -61,12 +59,12 @@ def requests(prefix: str, digests: dict[str, str]) -> list[Request]:
     ]
 
 
-def first_digest(client: ProcessClient) -> str:
+def first_digest(client: EngineRouter) -> str:
     assert client.info is not None
     return client.info.adapters[0].digest
 
 
-async def test_answers_with_adapters_survive_killed_engines(client: ProcessClient, folder: Path) -> None:
+async def test_answers_with_adapters_survive_killed_engines(client: EngineRouter, folder: Path) -> None:
     """The new engine has the adapters of the start and those loaded since."""
     second = await client.load_adapter(str(folder / "second"))
     digests = {"first": first_digest(client), "second": second.digest}
@@ -79,7 +77,7 @@ async def test_answers_with_adapters_survive_killed_engines(client: ProcessClien
     await client.unload_adapter(second.digest)
 
 
-async def test_slots_are_bounded_and_freed(client: ProcessClient, folder: Path) -> None:
+async def test_slots_are_bounded_and_freed(client: EngineRouter, folder: Path) -> None:
     second = await client.load_adapter(str(folder / "second"))
     assert await client.load_adapter(str(folder / "second")) == second, "the same content takes no slot"
     with pytest.raises(AdapterConflict, match="2 slots of --max-loras"):
@@ -91,7 +89,7 @@ async def test_slots_are_bounded_and_freed(client: ProcessClient, folder: Path) 
     await client.unload_adapter(third.digest)
 
 
-async def test_adapter_in_use_is_not_unloaded(client: ProcessClient, folder: Path) -> None:
+async def test_adapter_in_use_is_not_unloaded(client: EngineRouter, folder: Path) -> None:
     second = await client.load_adapter(str(folder / "second"))
     (expected,) = (await collect_answers(client, requests("calm", {"x": second.digest})[1:])).values()
     events = client.submit(requests("open", {"x": second.digest})[1])
@@ -105,7 +103,7 @@ async def test_adapter_in_use_is_not_unloaded(client: ProcessClient, folder: Pat
     await client.unload_adapter(second.digest)
 
 
-async def test_refused_adapters_leave_the_engine_as_it_was(client: ProcessClient, folder: Path) -> None:
+async def test_refused_adapters_leave_the_engine_as_it_was(client: EngineRouter, folder: Path) -> None:
     expected = await collect_answers(client, requests("before", {"first": first_digest(client)}))
     for path, problem in ((folder / "wide", "rank 32; --max-lora-rank is 16"), (folder / "none", "neither")):
         with pytest.raises(CheckpointError, match=problem):
@@ -114,16 +112,18 @@ async def test_refused_adapters_leave_the_engine_as_it_was(client: ProcessClient
 
 
 @pytest.mark.full
-async def test_changed_adapter_fails_its_requests_only(folder: Path, tmp_path: Path) -> None:
+async def test_changed_adapter_fails_its_requests_only(
+    folder: Path, fork_server: ForkServer, tmp_path: Path
+) -> None:
     """A restarted engine must not go on with other weights."""
     path = write_adapter(tmp_path / "adapter", folder / "model", seed=1)
-    client = make_client(folder / "model", lora_modules=f"first={folder / 'first'},changing={path}")
+    options = {"lora_modules": f"first={folder / 'first'},changing={path}", "prefix_caching": False}
+    client = make_client(folder / "model", fork_server, **options)
     info = await client.start()
     first, changing = (adapter.digest for adapter in info.adapters)
     expected = await collect_answers(client, requests("before", {"first": first, "changing": changing}))
     write_adapter(path, folder / "model", seed=2)
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)
+    os.kill(pid_of(client), signal.SIGKILL)
     again = await collect_answers(client, requests("after", {"first": first}))
     assert again == {name: expected[name] for name in ("base", "first")}
     event = await last_event(client, requests("changed", {"x": changing})[1])

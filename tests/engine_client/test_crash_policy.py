@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.engine_client.resume import (
+from foreword.engine_client.crash_policy import (
     CRASHES_TO_PROBE,
     HEALTHY_S,
     MAX_IDLE_CRASHES,

@@ -20,6 +20,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client import remote
+from foreword.engine_client.base import EngineCallbacks, is_last
 from foreword.engine_client.remote import RemoteClient, _Session
 from foreword.engine_client.remote_messages import GREETING, Greeting, SessionStatus, build_digest
 from foreword.errors import CheckpointError, ConfigError, EngineDead, Overloaded, RequestFailed
@@ -38,11 +39,13 @@ def node() -> Iterator[RunningServer]:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, **options: Any) -> AsyncIterator[RemoteClient]:
+async def connected(
+    url: str, callbacks: EngineCallbacks | None = None, **options: Any
+) -> AsyncIterator[RemoteClient]:
     client = RemoteClient(url, KEY, **({"silence_s": WAIT_S} | options))
     try:
         async with asyncio.timeout(WAIT_S):
-            await client.start()
+            await client.start(callbacks or EngineCallbacks())
         yield client
     finally:
         await client.close()
@@ -55,8 +58,10 @@ def make_request(name: str = "r", **changes: Any) -> Request:
 
 
 async def collect(client: RemoteClient, request: Request) -> list[Event]:
-    async with asyncio.timeout(WAIT_S):
-        return [event async for event in client.submit(request)]
+    events: list[Event] = []
+    client.listen(request, events.append)
+    await wait_until_async(lambda: events and is_last(events[-1]))
+    return events
 
 
 def without_times(events: list[Event]) -> list[Event]:
@@ -132,30 +137,27 @@ async def test_error_of_the_engine_arrives(node: RunningServer) -> None:
     assert last.error.retry_after_s == 9
 
 
-async def test_finish_abort_and_closed_iterator_reach_the_engine(node: RunningServer) -> None:
+async def test_removed_requests_end_in_the_engine(node: RunningServer) -> None:
     node.set_output(FakeOutput(hang_after=1))
     async with connected(node.url) as client:
-        ended: list[Event | None] = []
+        events: list[Event] = []
         for name in ("finished", "aborted"):
-            client.listen(make_request(name), ended.append)
-        stream: Any = client.submit(make_request("closed"))
-        await anext(stream)
-        await wait_until_async(lambda: len(ended) == 2)
-        client.finish("finished", 1)
-        client.abort("aborted")
-        await stream.aclose()
-        assert ended[2:] == [None, None]
+            client.listen(make_request(name), events.append)
+        await wait_until_async(lambda: len(events) == 2)
+        assert set(client.running_ids()) == {"finished", "aborted"}, "the server enforces their deadlines"
+        client.remove("finished", 1)
+        client.remove("aborted")
         await wait_until_async(lambda: not node.client.live)
         assert [num_tokens for _, num_tokens in node.client.finished] == [1]
-        assert len(node.client.aborted) == 2
-        client.abort("aborted")  # twice does nothing
+        assert len(node.client.aborted) == 1 and len(events) == 2
+        client.remove("aborted")  # twice does nothing
 
 
 async def test_late_events_of_a_request_do_not_reach_the_next_with_its_id(node: RunningServer) -> None:
     node.set_output(FakeOutput("x" * 50))
     async with connected(node.url) as client:
         client.listen(make_request("same"), lambda event: None)
-        client.abort("same")
+        client.remove("same")
         node.set_output(FakeOutput("yy"))
         events = await collect(client, make_request("same"))
         assert b"".join(bytes(event.token_ids[:1]) for event in events[:2]) == b"yy"  # type: ignore[union-attr]
@@ -163,8 +165,7 @@ async def test_late_events_of_a_request_do_not_reach_the_next_with_its_id(node: 
 
 async def test_stats_of_every_step_arrive(node: RunningServer) -> None:
     steps: list[StepStats] = []
-    async with connected(node.url) as client:
-        client.on_step = steps.append
+    async with connected(node.url, EngineCallbacks(on_step=steps.append)) as client:
         await collect(client, make_request())
         assert [stats.step for stats in steps] == list(range(1, len(steps) + 1))
         assert len(steps) == len("Hello world") + 1
@@ -195,21 +196,9 @@ async def test_adapter_that_the_server_cannot_load_refuses_the_start(node: Runni
             pass
 
 
-async def test_wait_unused_waits_for_the_requests_of_an_adapter(node: RunningServer) -> None:
-    node.set_output(FakeOutput(hang_after=1))
-    async with connected(node.url) as client:
-        client.listen(make_request(adapter="digest"), lambda event: None)
-        waiting = asyncio.create_task(client.wait_unused("digest"))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        client.abort("r")
-        async with asyncio.timeout(WAIT_S):
-            await waiting
-
-
 async def test_closed_client_ends_its_requests_there(node: RunningServer) -> None:
     node.set_output(FakeOutput(hang_after=1))
-    events: list[Event | None] = []
+    events: list[Event] = []
     async with connected(node.url) as client:
         client.listen(make_request(), events.append)
         await wait_until_async(lambda: len(events) == 1)
@@ -218,7 +207,7 @@ async def test_closed_client_ends_its_requests_there(node: RunningServer) -> Non
     assert isinstance(events[-1].error, EngineDead)
     assert not client.alive
     with pytest.raises(EngineDead):
-        client.submit(make_request("later"))
+        client.listen(make_request("later"), events.append)
 
 
 def hang_up(node: RunningServer) -> None:
@@ -230,9 +219,8 @@ def hang_up(node: RunningServer) -> None:
 async def test_lost_connection_fails_the_requests_and_comes_back(node: RunningServer) -> None:
     node.set_output(FakeOutput(hang_after=1))
     reasons: list[str | None] = []
-    async with connected(node.url) as client:
-        client.on_restart = reasons.append
-        events: list[Event | None] = []
+    async with connected(node.url, EngineCallbacks(on_restart=reasons.append)) as client:
+        events: list[Event] = []
         client.listen(make_request(), events.append)
         await wait_until_async(lambda: len(events) == 1)
         hang_up(node)
@@ -240,7 +228,7 @@ async def test_lost_connection_fails_the_requests_and_comes_back(node: RunningSe
         assert isinstance(events[1], ErrorEvent)
         assert isinstance(events[1].error, EngineDead)
         with pytest.raises(EngineDead):
-            client.submit(make_request("meanwhile"))
+            client.listen(make_request("meanwhile"), events.append)
         assert client.alive
         await wait_until_async(lambda: client.readiness.is_ready)
         assert len(reasons) == client.readiness.restarts == 1
@@ -280,7 +268,7 @@ async def test_engine_of_another_fingerprint_gets_no_requests(
         await wait_until_async(lambda: "fp_other" in client.readiness.detail)
         assert client.readiness.status == "unresponsive"
         with pytest.raises(EngineDead, match="would give other tokens"):
-            client.submit(make_request())
+            client.listen(make_request(), lambda event: None)
         node.client.info = engine_info()
         await wait_until_async(lambda: client.readiness.is_ready)
 
@@ -314,16 +302,16 @@ async def test_silent_connection_is_dead() -> None:
 
 @pytest.mark.parametrize("line", [b"{", b"null", b'[[],[],[],[],["ok"]]', b'[[{"error":"x"}]]'])
 async def test_line_that_is_no_report_ends_the_connection(line: bytes) -> None:
-    events: list[Event | None] = []
-    async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url) as client:
-        client.on_restart = lambda reason: events.append(None) if "sent no report" in str(reason) else None
-        await wait_until_async(lambda: events)
+    reasons: list[str | None] = []
+    callbacks = EngineCallbacks(on_restart=reasons.append)
+    async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url, callbacks):
+        await wait_until_async(lambda: "sent no report" in str(reasons))
 
 
 async def test_refusals_of_the_start_say_why(node: RunningServer) -> None:
     client = RemoteClient(node.url, "another key that is wrong")
     with pytest.raises(ConfigError, match="has another --engine-key"):
-        await client.start()
+        await client.start(EngineCallbacks())
     await client.close()
     with run_server() as keyless, pytest.raises(ConfigError, match="has no --engine-key"):
         async with connected(keyless.url):

@@ -12,11 +12,13 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, Event
+from foreword.engine_client.base import EngineCallbacks
 from foreword.engine_client.remote import RemoteClient
+from foreword.engine_client.replica import RouterReplica
+from foreword.engine_client.router import EngineRouter
 from foreword.errors import EngineDead
-from tests.engine_client.test_process_client import make_client, make_request, requests
 from tests.support.checkpoints import write_checkpoint
-from tests.support.client_answers import collect_answers
+from tests.support.client_answers import collect_answers, kind_request, kind_requests, make_client
 from tests.support.processes import kill_tree
 from tests.support.waiting import WAIT_S, wait_until_async
 
@@ -40,24 +42,24 @@ def node(checkpoint: Path) -> Iterator[ServerProcess]:
 
 
 async def test_answers_are_those_of_a_local_engine(checkpoint: Path, node: ServerProcess) -> None:
-    local = make_client(checkpoint, max_model_len=None)
-    remote = RemoteClient(node.url, KEY, silence_s=WAIT_S)
+    local = make_client(checkpoint, max_model_len=None, prefix_caching=False)
+    remote = EngineRouter([RouterReplica("host", RemoteClient(node.url, KEY, silence_s=WAIT_S), "host:1")])
     local_info, remote_info = await asyncio.gather(local.start(), remote.start())
     assert remote_info.fingerprint == local_info.fingerprint
-    expected = await collect_answers(local, requests("local"))
-    assert await collect_answers(remote, requests("remote")) == expected
+    expected = await collect_answers(local, kind_requests("local"))
+    assert await collect_answers(remote, kind_requests("remote")) == expected
     assert any(answer.hashes for answer in expected.values())
     await asyncio.gather(local.close(), remote.close())
 
 
 async def test_killed_server_fails_all_requests_at_once(node: ServerProcess) -> None:
     remote = RemoteClient(node.url, KEY)
-    await remote.start()
-    long_request = make_request("0", "sampled")
-    long_request = replace(long_request, params=replace(long_request.params, max_tokens=3000))
-    events: dict[str, list[Event | None]] = {str(index): [] for index in range(4)}
+    await remote.start(EngineCallbacks())
+    request = kind_request("0")
+    request = replace(request, params=replace(request.params, max_tokens=3000))
+    events: dict[str, list[Event]] = {str(index): [] for index in range(4)}
     for name in events:
-        remote.listen(replace(long_request, id=name), events[name].append)
+        remote.listen(replace(request, id=name), events[name].append)
     await wait_until_async(lambda: all(events.values()))
     kill_tree(node.pid)
     await wait_until_async(lambda: not remote.readiness.is_ready)

@@ -24,7 +24,7 @@ from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.listener import bind_unix
 from foreword.config.options import Config
 from foreword.engine_client.base import EngineClient
-from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.make_client import make_engine_client
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import RequestLog
@@ -173,6 +173,6 @@ def demo() -> Iterator[RunningServer]:
     prepared = prepare_checkpoint(
         Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
     )
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server

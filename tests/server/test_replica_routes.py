@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foreword.config.options import Config
-from foreword.engine_client.router import make_engine_client
+from foreword.engine_client.make_client import make_engine_client
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.waiting import wait_until
@@ -92,7 +92,7 @@ def test_server_with_another_fingerprint_gets_no_requests(router: RunningServer)
         add(router, node.url)
         wait_until(lambda: states(router)[node.url] == "different")
         (model,) = router.http.get(ROUTE, headers=BEARER).json()["models"]
-        assert "its fingerprint is fp_other, not fp_fake" in model["replicas"][1]["detail"]
+        assert "fingerprint fp_other differs from fp_fake" in model["replicas"][1]["detail"]
 
 
 def test_server_that_comes_back_with_a_shorter_context_gets_no_requests(

@@ -30,7 +30,7 @@ from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine_client import local
-from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.make_client import make_engine_client
 from foreword.errors import ConfigError, InvalidRequest, Terminated
 from foreword.speculation.draft_length.policy import FixedLength
 from foreword.speculation.drafter import TokenSequence
@@ -507,7 +507,7 @@ async def test_engine_restarts_without_a_drafter_that_ends_it(
     options = {"kv_cache_memory": "1000tokens", "threads": 1, "log_level": "error", "hang_timeout": 2.0}
     config = Config(str(checkpoint), speculate=f"broken:{name}", draft_length="fixed", **options)  # type: ignore[arg-type]
     prepared = prepare_checkpoint(config)
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     errors: list[dict[str, int]] = []  # as the steps report them
     client.on_step = lambda stats: errors.append(dict(stats.drafter_errors)) if stats.drafter_errors else None
     await client.start()

@@ -1,4 +1,4 @@
-"""Collects the answers of a client while its engines are killed."""
+"""Engines of their own processes that are killed, and the answers of their client."""
 
 from __future__ import annotations
 
@@ -8,13 +8,89 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from foreword.checkpoint import prepare_checkpoint
+from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenLogprob
+from foreword.core.params import SamplingParams
 from foreword.core.request import Request
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine_client.base import EngineClient
+from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.make_client import make_engine_client
 from foreword.engine_client.process_client import ProcessClient
 from foreword.engine_client.router import EngineRouter
+from tests.support.checkpoints import EOS
 from tests.support.waiting import WAIT_S
+
+CRASHING_ENGINE = "tests.support.crashing_engine"
+LENGTH = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "minLength": 20, "maxLength": 60}},
+    "required": ["a"],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 2},
+    "sampled": {"logprobs": 0, "prompt_logprobs": 1},
+    "filtered": {"top_p": 0.9, "top_k": 50, "min_tokens": 10},
+    "penalties": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "dry_multiplier": 0.8,
+    },
+    "grammar": {"structured": StructuredOutput.json_schema(SCHEMA), "logprobs": 1},
+    "choice 0": {"temperature": 1.2},
+    "choice 1": {"temperature": 1.2},
+    "choice 2": {"temperature": 1.2},
+    "choice 3": {"temperature": 1.2},
+    "short": {"max_tokens": 6},
+    "last": {},
+    "mean": {},
+}
+
+
+def kind_request(name: str, kind: str = "sampled") -> Request:
+    params = SamplingParams(**({"max_tokens": LENGTH, "ignore_eos": True} | KINDS[kind]))
+    pooling = kind if kind in ("last", "mean") else None
+    seed = int(kind[-1]) if kind.startswith("choice") else 7
+    return Request(name, (40, 41, 42, 40, 41), params, seed, eos_token_ids=(EOS,), pooling=pooling)
+
+
+def kind_requests(prefix: str) -> list[Request]:
+    """A request of each kind, at which its id ends."""
+    return [kind_request(f"{prefix}-{kind}", kind) for kind in KINDS]
+
+
+def make_client(
+    checkpoint: Path, fork_server: ForkServer | None = None, entry: str = CRASHING_ENGINE, **options: Any
+) -> EngineRouter:
+    """A client that is not started, of engines that come from this fork server or run this module."""
+    defaults = {"kv_cache_memory": "4000tokens", "threads": 1, "log_level": "error", "test_mode": True}
+    prepared = prepare_checkpoint(Config(model=str(checkpoint), **(defaults | options)))
+    client = make_engine_client(
+        prepared.config,
+        prepared.never_sampled_ids,
+        prepared.tokenizer.vocabulary,
+        fork_server=(own := fork_server or ForkServer(entry)),
+    )
+    client._fork_server = own if fork_server is None else None  # close() closes it
+    return client
+
+
+def process_of(client: EngineRouter) -> ProcessClient:
+    """The only engine."""
+    assert client._replicas.only is not None
+    process_client = client._replicas.only.client
+    assert isinstance(process_client, ProcessClient)
+    return process_client
+
+
+def pid_of(client: EngineRouter) -> int:
+    """The process of the only engine."""
+    return client.pids[""]
 
 
 def is_gone(pid: int) -> bool:
@@ -76,7 +152,7 @@ async def last_event(client: EngineClient, request: Request) -> Event:
 class Killer:
     """Kills an engine after every `every` of its events, `times` times in all; replicas in turn."""
 
-    def __init__(self, client: ProcessClient | EngineRouter, every: int, times: int) -> None:
+    def __init__(self, client: EngineRouter, every: int, times: int) -> None:
         self.client, self.every, self.times = client, every, times
         self.seen = 0
         self.killed: set[int] = set()

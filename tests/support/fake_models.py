@@ -18,7 +18,6 @@ from foreword.config.lora import AdapterInfo
 from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
 from foreword.core.readiness import Readiness
-from foreword.engine_client.base import EngineClient
 from foreword.engine_client.forkserver import ForkServer
 from foreword.fleet.memory import FleetPlan, ModelPlan
 from foreword.fleet.model_manager import ModelManager
@@ -53,7 +52,7 @@ class FakeEngine(FakeEngineClient):
     def readiness(self) -> Readiness:
         return Readiness("loading", progress=0.42) if self.info is None else super().readiness
 
-    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+    async def start(self) -> EngineInfo:
         await self._fleet.gates[self.name].wait()
         if (error := self._fleet.load_errors.pop(self.name, None)) is not None:
             raise error

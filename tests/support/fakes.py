@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -26,7 +26,6 @@ from foreword.core.outputs import (
 )
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request, RequestState
-from foreword.engine_client.base import EngineClient
 from foreword.errors import CheckpointError, EngineDead, ForewordError
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import ModelInfo
@@ -104,9 +103,7 @@ class FakeEngineClient:
         self.pids: Mapping[str, int] = {}
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str | None], None] | None = None
-        self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
-        self.on_crash: Callable[[Collection[str]], None] | None = None
         self.submitted: list[Request] = []
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
@@ -125,7 +122,7 @@ class FakeEngineClient:
             else Readiness("dead", "the engine is gone")
         )
 
-    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+    async def start(self) -> EngineInfo:
         self.info, self.alive = self._info, True
         return self._info
 

@@ -10,7 +10,8 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Response
 
 from foreword.config.options import Config
-from foreword.engine_client.router import EngineRouter, remote_replica
+from foreword.engine_client.make_client import remote_replica
+from foreword.engine_client.router import EngineRouter
 from foreword.errors import ConfigError, InvalidRequest
 from foreword.server.apis.body import StrictModel
 from foreword.server.http.responses import JSONResponse
@@ -54,7 +55,7 @@ async def drain_replica(replica_id: str, models: ModelsDep, model: str | None = 
 
 def _replicated(models: ServedModels) -> Iterator[tuple[LoadedModel, EngineRouter]]:
     for server in models.loaded:
-        if isinstance(server.client, EngineRouter):
+        if isinstance(server.client, EngineRouter) and server.client.has_replicas:
             yield server, server.client
 
 

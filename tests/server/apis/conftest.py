@@ -10,7 +10,7 @@ import pytest
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config
-from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.make_client import make_engine_client
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeOutput, byte_tokenizer
 from tests.support.tool_checkpoint import chat_template, write_tool_checkpoint
@@ -49,6 +49,6 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         threads=1,
     )
     prepared = prepare_checkpoint(config)
-    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server
