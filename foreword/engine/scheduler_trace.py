@@ -46,65 +46,66 @@ class RecordingScheduler(Scheduler):
             return until
 
         super().__init__(pool, block_size, max_num_seqs, max_num_batched_tokens, prefix_caching, recorded)
-        self._trace = trace.TraceWriter(
-            path,
-            num_blocks=pool.num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefix_caching=prefix_caching,
-        )
+        options = block_size, max_num_seqs, max_num_batched_tokens, prefix_caching
+        self._trace = trace.TraceWriter(path, pool.num_blocks, *options)
 
     def add(self, state: RequestState) -> None:
-        request = _request_record(state.request)
-        self._trace.write("add", request=request, arrival=state.arrival, max_len=state.max_len)
+        self._trace.write("add", _request_record(state.request), state.arrival, state.max_len)
         super().add(state)
 
     def remove(self, request_id: str) -> RequestState | None:
-        self._trace.write("remove", request_id=request_id)
+        self._trace.write("remove", request_id)
         return super().remove(request_id)
 
     def set_drafts(self, drafts: Mapping[str, Draft]) -> None:
         if drafts:
             records = {id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()}
-            self._trace.write("set_drafts", drafts=records)
+            self._trace.write("set_drafts", records)
         super().set_drafts(drafts)
 
     def schedule(self, used_rows: int = 0) -> ScheduleOutput:
         self._limits.clear()
         scheduled = super().schedule(used_rows)
         limits = [[*key, until] for key, until in self._limits.items()]
-        decided = _schedule_record(scheduled)
-        self._trace.write("schedule", used_rows=used_rows, limits=limits, decided=decided)
+        self._trace.write("schedule", used_rows, limits)
+        self._trace.write_decision(_schedule_record(scheduled))
         return scheduled
 
     def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
-        self._trace.write("update", outputs=[_output_record(output) for output in outputs])
+        self._trace.write("update", [_output_record(output) for output in outputs])
         return super().update(scheduled, outputs)
 
     def update_pooling(
         self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]
     ) -> list[Event]:
         records = [_error_record(v) if isinstance(v, ForewordError) else v is not None for v in vectors]
-        self._trace.write("update_pooling", vectors=records)
+        self._trace.write("update_pooling", records)
         return super().update_pooling(scheduled, vectors)
 
     def _fail_commit(self, state: RequestState) -> ErrorEvent:
-        self._trace.write("fail_commit", request_id=state.id)
+        self._trace.write("fail_commit", state.id)
         return super()._fail_commit(state)
 
 
 def replay(lines: Iterable[str]) -> Iterator[Any]:
     """See utils.trace.replay(); yields schedules as in the trace: work by request, and preemptions."""
-    return trace.replay(lines, _Replayer)
+    return trace.replay(lines, _Replayer, _schedule_record)
 
 
 class _Replayer:
     """A scheduler driven by a trace."""
 
-    def __init__(self, num_blocks: int, **setup: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool,
+    ) -> None:
         self._limits: dict[tuple[str, int], int] = {}
-        self.scheduler = Scheduler(BlockPool(num_blocks), **setup, computable_until=self._computable_until)
+        options = block_size, max_num_seqs, max_num_batched_tokens, prefix_caching
+        self.scheduler = Scheduler(BlockPool(num_blocks), *options, self._computable_until)
         self._scheduled = ScheduleOutput(())
         self._outputs: list[StepOutput] | None = None  # pending update, which may fail for some requests
 
@@ -122,11 +123,11 @@ class _Replayer:
             {id_: Draft(tuple(token_ids), drafter) for id_, (drafter, *token_ids) in drafts.items()}
         )
 
-    def schedule(self, used_rows: int, limits: Sequence[Any]) -> dict[str, Any]:
+    def schedule(self, used_rows: int, limits: Sequence[Any]) -> ScheduleOutput:
         self._update()
         self._limits = {(id_, start): until for id_, start, until in limits}
         self._scheduled = self.scheduler.schedule(used_rows)
-        return _schedule_record(self._scheduled)
+        return self._scheduled
 
     def update(self, outputs: Sequence[dict[str, Any]]) -> None:
         self._outputs = [_parse_output(output) for output in outputs]

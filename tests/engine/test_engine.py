@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword import LLM, SamplingParams, Speculation
+from foreword import SamplingParams, Speculation
 from foreword.core.batch import Batch
 from foreword.core.outputs import Draft, ErrorEvent, TokenEvent
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
-from foreword.engine.scheduler_trace import replay
 from foreword.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -162,22 +161,6 @@ def test_invalid_request_gets_an_error_event(
     assert isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
 
 
-def test_choices_use_consecutive_seeds(checkpoint: Path) -> None:
-    """Choice i of seed s equals seed s + i, modulo 2^64."""
-    llm = LLM(str(checkpoint), threads=1, max_model_len=64)
-    seed = 2**64 - 2
-    (output,) = llm.generate(
-        {"prompt_token_ids": PROMPT}, SamplingParams(n=4, seed=seed, max_tokens=20, ignore_eos=True)
-    )
-    assert [choice.seed for choice in output.outputs] == [seed, seed + 1, 0, 1]
-    for choice in output.outputs:
-        (alone,) = llm.generate(
-            {"prompt_token_ids": PROMPT}, SamplingParams(seed=choice.seed, max_tokens=20, ignore_eos=True)
-        )
-        assert alone.token_ids == choice.token_ids
-    assert len({choice.token_ids for choice in output.outputs}) > 1
-
-
 @pytest.mark.parametrize("delivered", [1, 7, 16, 19])
 def test_resumed_request_continues_exactly(engine: Engine, delivered: int) -> None:
     """Delivered tokens count as output: penalties, positions and limits are those of the whole request."""
@@ -303,13 +286,3 @@ def test_deadlines_are_checked_periodically(checkpoint: Path) -> None:
     assert not [event for event in engine.step().events if isinstance(event, ErrorEvent)]
     clock.now_s = 100.2
     assert [event for event in engine.step().events if isinstance(event, ErrorEvent)]
-
-
-def test_trace_records_expired_requests(checkpoint: Path, tmp_path: Path) -> None:
-    engine, clock = engine_with_clock(checkpoint, trace=str(tmp_path / "trace"))
-    engine.submit(deadline_request("late", deadline_s=101.0, max_tokens=50))
-    engine.submit(deadline_request("other", max_tokens=30))
-    engine.step()
-    clock.now_s = 101.0
-    run(engine)
-    assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) == engine._num_steps

@@ -19,7 +19,6 @@ from foreword.engine.engine import Engine, _prefill_load
 from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import MIN_POOLING_ROWS
-from foreword.engine.scheduler_trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.speculation.draft_length.step_record import PrefillLoad
 from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
@@ -275,17 +274,6 @@ def test_nonfinite_hidden_state_fails_its_request_only(
     (failed,) = events["bad"]
     assert isinstance(failed, ErrorEvent) and "not finite" in failed.error.message
     assert vector_of(events["good"]) == alone(checkpoint, LONG[1:], "last")
-
-
-def test_trace_with_embeddings_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
-    engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, max_num_seqs=4)
-    for pooling in POOLING_TYPES:
-        engine.submit(embedding(pooling, LONG, pooling))
-    engine.submit(generation("g"))
-    run(engine)
-    schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
-    scheduled = [{request_id for request_id, *_ in schedule["work"]} for schedule in schedules]
-    assert any({"g"} < request_ids for request_ids in scheduled)
 
 
 def test_partial_sums_do_not_depend_on_chunks() -> None:

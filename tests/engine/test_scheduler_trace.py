@@ -52,7 +52,7 @@ def test_faults_are_replayed(tmp_path: Path, seed: int) -> None:
 
 def test_replay_rejects_a_changed_schedule(tmp_path: Path) -> None:
     lines, _ = _traced_run(tmp_path)
-    index = next(i for i, line in enumerate(lines) if '"schedule"' in line)
+    index = next(i for i, line in enumerate(lines) if '"work"' in line)
     record = json.loads(lines[index])
     record["decided"]["work"][0][2] += 1
     lines[index] = json.dumps(record)

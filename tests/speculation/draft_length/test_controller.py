@@ -190,6 +190,13 @@ def controller_of(machine: SimulatedMachine = GPU) -> DraftLengthController:
     return DraftLengthController(machine.calibration(), 32)
 
 
+def started(machine: SimulatedMachine = GPU) -> tuple[DraftLengthController, RequestState]:
+    """A controller with one request."""
+    controller, state = controller_of(machine), state_of()
+    controller.start(state)
+    return controller, state
+
+
 def step(
     controller: DraftLengthController,
     states: Sequence[RequestState],
@@ -210,21 +217,16 @@ def offered(controller: DraftLengthController, state: RequestState, *drafts: Dra
     return draft
 
 
-def test_request_bound_is_honoured() -> None:
+@pytest.mark.parametrize("bound", [0, 3])
+def test_request_bound_is_honoured(bound: int) -> None:
     controller = controller_of()
-    few, none = (
-        state_of("few", speculation=Speculation(max_draft_tokens=3)),
-        state_of("none", speculation=Speculation(max_draft_tokens=0)),
-    )
-    controller.start(few)
-    controller.start(none)
-    assert controller.max_draft_len(few) == 3
-    assert controller.max_draft_len(none) == 0
+    state = state_of(speculation=Speculation(max_draft_tokens=bound))
+    controller.start(state)
+    assert controller.max_draft_len(state) == bound
 
 
 def test_better_of_two_drafts_is_selected() -> None:
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     step(controller, [state])
     sure, unsure = Draft((1,) * 4, "suffix", (0.99,) * 4), Draft((2,) * 4, "ngram", (0.2,) * 4)
     assert offered(controller, state, unsure, sure) == sure
@@ -244,8 +246,7 @@ def asked_when_nothing_is_offered(
 
 
 def test_backoff_grows_without_drafts() -> None:
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
     assert all(asked[:2])
     assert sum(asked[-32:]) == 1, "proposing takes 7 % of a step, above the limit of 0.4 %"
@@ -253,8 +254,7 @@ def test_backoff_grows_without_drafts() -> None:
 
 
 def test_no_backoff_where_proposing_is_cheap() -> None:
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     assert all(asked_when_nothing_is_offered(controller, state, 0.003 * STEP))
 
 
@@ -288,8 +288,7 @@ def test_draft_must_beat_an_overlapped_step() -> None:
 
 def test_proposer_skips_while_all_back_off() -> None:
     """A request is asked again when its backoff ends."""
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     spells = []
     for _ in range(40):
         assert controller.max_draft_len(state)
@@ -328,9 +327,8 @@ def test_proposing_is_a_cost_of_drafts() -> None:
     draft = Draft((1,) * 3, "suffix", (0.9,) * 3)
     taken, misses = [], []
     for share in (0.01, 0.2, 3.0):
-        controller, state = controller_of(), state_of()
+        controller, state = started()
         controller.exploration.next_probe_step = 100
-        controller.start(state)
         for _ in range(3):
             controller.max_draft_len(state)
             controller.select([Proposal(DraftRequest(state))], PrefillLoad())
@@ -360,8 +358,7 @@ def test_prompt_steps_say_nothing_about_proposing() -> None:
 
 def test_draft_that_loses_time_counts_a_bounded_number_of_misses() -> None:
     """Its cost may be that of thousands of proposals; a later draft that pays must be able to settle it."""
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     request = controller.requests[state.id]
     controller.backoff.record_hit(request, -5000.0)
     assert MISSES_BEFORE_BACKOFF < request.misses <= MAX_MISSES
@@ -394,8 +391,7 @@ def test_improbable_tokens_are_cut_where_rows_cost() -> None:
     draft = Draft((1,) * 16, "suffix", (0.8,) * 16)
     lengths = []
     for machine in (GPU, SimulatedMachine("no free rows", 1)):
-        controller, state = controller_of(machine), state_of()
-        controller.start(state)
+        controller, state = started(machine)
         step(controller, [state])
         offered(controller, state, draft)
         request = controller.requests[state.id]
@@ -404,8 +400,7 @@ def test_improbable_tokens_are_cut_where_rows_cost() -> None:
 
 
 def test_paying_draft_resets_backoff() -> None:
-    controller, state = controller_of(), state_of()
-    controller.start(state)
+    controller, state = started()
     step(controller, [state])
     for _ in range(64):
         offered(controller, state)

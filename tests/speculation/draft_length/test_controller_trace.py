@@ -30,10 +30,8 @@ def test_record_can_be_replayed(tmp_path: Path, share: float) -> None:
     server.run(RecordingController(path, server.machine.calibration(), 32, server.passes()))
     lines = path.read_text().splitlines()
     assert sum(1 for _ in replay(lines)) > 60
-    admitted = next(
-        i for i, line in enumerate(lines) if '"select"' in line and '"decided": [["suffix", ' in line
-    )
-    lines[admitted] = lines[admitted].replace('"decided": [["suffix", ', '"decided": [["suffix", 9')
+    decided = next(i for i, line in enumerate(lines) if '"decided": [[' in line and '"suffix"' in line)
+    lines[decided] = lines[decided].replace('"suffix"', '"other"', 1)
     with pytest.raises(AssertionError, match="recorded"):
         list(replay(lines))
 
