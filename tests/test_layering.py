@@ -251,7 +251,6 @@ SHARED_BEHAVIOUR = {
         "features",
         "fuzz",
         "fuzz_api",
-        "image_memory",
         "images",
         "log_privacy",
         "prediction",

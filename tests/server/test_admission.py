@@ -1,16 +1,26 @@
-"""Bounds on open requests: exact accounting, and Retry-After."""
+"""Admission: bounds on open requests and tokens, Retry-After, and deadlines, alone and over HTTP."""
+
+from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreword.config.options import Config
 from foreword.errors import InvalidRequest, Overloaded, RateLimited
 from foreword.server.admission import Admission, AdmissionTicket, DrainRateEstimator
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
-from tests.support.waiting import FakeClock
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import WAIT_S, FakeClock
 
 
 def admission(
@@ -147,3 +157,146 @@ def test_accounting_is_exact_in_any_order(actions: list[tuple[str, int, int]]) -
         for meter in meters:
             assert meter.open == sum(count for _, count, _, own in held if own is meter)
         assert meters[0].open <= 5
+
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+HELD = FakeOutput("held", hang_after=1)
+POSTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
+
+
+@pytest.fixture
+def full() -> Iterator[RunningServer]:
+    """A server with two open requests, of at most two."""
+    with (
+        run_server(Config(max_waiting=2, max_waiting_tokens=100), FakeEngineClient(HELD)) as server,
+        held(server, n=2),
+    ):
+        yield server
+
+
+@contextlib.contextmanager
+def held(server: RunningServer, prompt: str = "Hi", n: int = 1) -> Iterator[None]:
+    body = {"prompt": prompt, "n": n, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        yield
+    server.wait_until_idle()
+
+
+def test_full_server_refuses_before_reading_the_body(full: RunningServer) -> None:
+    host, port = full.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+        assert raw.recv(1000).startswith(b"HTTP/1.1 429")
+
+
+def test_full_server_answers_without_engine(full: RunningServer) -> None:
+    assert full.http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
+    for path, body in (
+        ("/v1/responses/input_tokens", {"input": "abc"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
+    ):
+        assert full.http.post(path, json=body).json()["input_tokens"] > 3
+    assert full.http.get("/v1/models").status_code == 200
+    for path in POSTS:
+        reply = full.http.post(path, content=b"not even JSON")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded"), path
+        assert int(reply.headers["Retry-After"]) >= 1
+
+
+def test_flood_is_refused_and_leaves_nothing(full: RunningServer) -> None:
+    def ask(index: int) -> int:
+        return full.http.post(POSTS[index % len(POSTS)], json={"messages": USER}).status_code
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(ask, range(512))) == {429}
+    assert len(full.client.submitted) == 2 and full.app.state.models.admission.num_open == 2
+    assert (
+        'foreword_requests_rejected_total{model="fake-model",reason="queue"} 512.0'
+        in full.http.get("/metrics").text
+    )
+    assert full.http.get("/health").status_code == 200
+
+
+def test_prompt_tokens_are_bounded() -> None:
+    with run_server(Config(max_waiting_tokens=100), FakeEngineClient(HELD)) as server:
+        with held(server, "x" * 60):
+            with pytest.raises(openai.RateLimitError, match="hold 60 tokens of at most 100") as caught:
+                server.complete("x" * 41)
+            assert int(caught.value.response.headers["Retry-After"]) == 1
+            assert server.http.post("/v1/embeddings", json={"input": "x" * 41}).status_code == 429
+            assert server.app.state.models.admission.num_open_tokens == 60
+        with pytest.raises(openai.BadRequestError, match="hold 120 tokens; this server takes at most 100"):
+            server.complete("x" * 60, n=2)
+        assert 'reason="queue_tokens"} 2.0' in server.http.get("/metrics").text
+
+
+def test_deadlines_are_set_on_requests() -> None:
+    with run_server(
+        Config(queue_timeout=7, request_timeout=60), FakeEngineClient(FakeOutput("ok"))
+    ) as server:
+        server.chat()
+        server.http.post("/v1/completions", json={"prompt": "Hi", "timeout": 2.5})
+        server.http.post("/v1/embeddings", json={"input": "aa"})
+        chat, completion, embedding = server.client.submitted
+    assert chat.queue_deadline_s == pytest.approx(chat.arrival_s + 7)
+    assert chat.deadline_s == pytest.approx(chat.arrival_s + 60)
+    assert completion.deadline_s == pytest.approx(completion.arrival_s + 2.5)
+    assert embedding.queue_deadline_s is not None
+
+
+def test_no_limits_set_no_deadlines() -> None:
+    with run_server(Config(queue_timeout=0), FakeEngineClient(FakeOutput("ok"))) as server:
+        server.chat()
+        server.http.post("/v1/embeddings", json={"input": "aa"})
+        for request in server.client.submitted:
+            assert (request.queue_deadline_s, request.deadline_s, request.fairness_key) == (None, None, "")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 61, 1e400])
+def test_too_long_timeout_is_refused(timeout: float) -> None:
+    with run_server(Config(request_timeout=60)) as server:
+        body = f'{{"prompt": "a", "timeout": {timeout if timeout < 1e300 else "1e400"}}}'
+        reply = server.http.post(
+            "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+        )
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "timeout")
+
+
+def test_embedding_deadline() -> None:
+    with run_server(Config(request_timeout=0.2), FakeEngineClient(HELD)) as server:
+        began = time.monotonic()
+        reply = server.http.post("/v1/embeddings", json={"input": ["a", "b"]})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (408, "deadline_exceeded")
+        assert time.monotonic() - began >= 0.2
+        server.wait_until_idle()
+        assert sorted(server.client.aborted) == sorted(request.id for request in server.client.submitted)
+
+
+def test_post_to_a_public_path_is_a_405() -> None:
+    with run_server(Config(api_key="k")) as server:
+        for path in ("/health", "/metrics", "/live", "/docs"):
+            assert server.http.post(path, json={}).status_code == 405
+
+
+def test_refusals_while_draining_are_counted() -> None:
+    with run_server(Config(api_key="k")) as server:
+        server.app.state.health.drain.draining = True
+        assert server.http.post(CHAT, json={}).status_code == 503
+        assert (
+            'foreword_requests_rejected_total{model="fake-model",reason="draining"} 1.0'
+            in server.http.get("/metrics").text
+        )
+        server.app.state.health.drain.draining = False
+
+
+def test_cors_exposes_the_limits() -> None:
+    with run_server(Config(cors_origins="https://a.example")) as server:
+        exposed = server.http.get("/live", headers={"Origin": "https://a.example"}).headers[
+            "access-control-expose-headers"
+        ]
+        assert {"Retry-After", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-requests"} <= set(
+            exposed.split(", ")
+        )

@@ -1,4 +1,4 @@
-"""Reading images: bounded, fair between keys, off the event loop, and cancelled on disconnect."""
+"""Reading images: bounded in memory, fair between keys, off the event loop, and cancelled on disconnect."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreword.core.images import PromptImage
-from foreword.errors import InvalidRequest, Overloaded
+from foreword.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import NUM_WORKERS
 from foreword.server.answering import image_intake as module
 from foreword.server.answering.image_intake import (
     MAX_CONCURRENT_IMAGES,
+    FairSemaphore,
     ImageIntake,
     ImageMemory,
     ImageReservation,
@@ -178,3 +181,123 @@ async def test_waiting_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (await task)[1].release()
     assert b"late" not in reader.loader.fetched and reader.memory.held_bytes == 0
     reader.close()
+
+
+async def hold_permit(semaphore: FairSemaphore, key: str, served: list[str], end: asyncio.Event) -> None:
+    async with semaphore.acquire(key, 60):
+        served.append(key)
+        await end.wait()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_keys_alternate_in_order() -> None:
+    semaphore, served, end = FairSemaphore(1), list[str](), asyncio.Event()
+    tasks = [
+        asyncio.create_task(hold_permit(semaphore, key, served, end))
+        for key in ["a", "a", "a", "b", "c", "b"]
+    ]
+    await settle()
+    assert semaphore.num_waiting == 5 and not semaphore.num_free
+    end.set()
+    await asyncio.gather(*tasks)
+    assert served == ["a", "a", "b", "c", "a", "b"]
+    assert semaphore.num_waiting == 0 and semaphore.num_free == 1
+
+
+async def test_timed_out_waiter_is_removed() -> None:
+    semaphore = FairSemaphore(1)
+    async with semaphore.acquire("a", 60):
+        with pytest.raises(TimeoutError):
+            async with semaphore.acquire("b", 0.01):
+                raise AssertionError("there is none")
+        assert semaphore.num_waiting == 0
+    assert semaphore.num_free == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=12), st.integers(1, 3))
+def test_no_permit_is_lost(steps: list[tuple[str, int]], count: int) -> None:
+    """Tasks are cancelled at once, later, or just as their permit comes."""
+
+    async def run() -> None:
+        semaphore, served = FairSemaphore(count), list[str]()
+        ends = [asyncio.Event() for _ in steps]
+        tasks = []
+        for (key, what), end in zip(steps, ends, strict=True):
+            tasks.append(asyncio.create_task(hold_permit(semaphore, key, served, end)))
+            if what != 1:
+                await settle()
+            if what == 2:
+                ends[len(tasks) // 2].set()
+            if what:
+                tasks[len(tasks) // 2].cancel()
+        for end in ends:
+            end.set()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert semaphore.num_free == count and semaphore.num_waiting == 0
+
+    asyncio.run(run())
+
+
+def memory(limit: int = 100) -> tuple[ImageMemory, Counter[str]]:
+    reasons: Counter[str] = Counter()
+    return ImageMemory(limit, lambda reason: reasons.update([reason]), lambda: 50.0), reasons
+
+
+def test_upper_bound_is_reserved_until_decoded() -> None:
+    pool, reasons = memory()
+    first, second = pool.start_reservation(), pool.start_reservation()
+    reserved = first.reserve(60)
+    assert pool.held_bytes == reserved == 60
+    with pytest.raises(Overloaded, match=r"of at most 0\.0 MiB; try again in 1 s"):
+        second.reserve(60)
+    assert reasons == {"image_memory": 1}
+    first.commit(reserved, 10)
+    assert pool.held_bytes == 10
+    second.commit(second.reserve(60), 60)
+    assert pool.held_bytes == 70
+    first.release()
+    first.release()
+    assert pool.held_bytes == 60
+    second.release()
+    assert pool.held_bytes == 0
+
+
+def test_one_request_may_use_all_memory_and_no_more() -> None:
+    pool, reasons = memory()
+    reservation = pool.start_reservation()
+    reservation.commit(reservation.reserve(500), 90)
+    reservation.commit(reservation.reserve(500), 10)
+    with pytest.raises(PayloadTooLarge, match="--image-memory"):
+        reservation.reserve(500)
+    reservation.release()
+    assert pool.held_bytes == 0 and not reasons, "a too large request is not counted as overload"
+    reservation = pool.start_reservation()
+    with pytest.raises(PayloadTooLarge):
+        reservation.commit(reservation.reserve(500), 101)
+    reservation.release()
+    assert pool.held_bytes == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(1, 120), st.integers(1, 120), st.booleans()), max_size=60
+    )
+)
+def test_held_bytes_match_the_reservations(steps: list[tuple[int, int, int, bool]]) -> None:
+    pool, _ = memory()
+    reservations = [pool.start_reservation() for _ in range(5)]
+    for index, largest, size, leave in steps:
+        try:
+            reservations[index].commit(reservations[index].reserve(largest), size)
+        except (Overloaded, PayloadTooLarge):
+            reservations[index].release()
+        if leave:
+            reservations[index].release()
+        assert pool.held_bytes == sum(reservation.num_bytes for reservation in reservations) <= 100
+    for reservation in reservations:
+        reservation.release()
+    assert pool.held_bytes == 0
