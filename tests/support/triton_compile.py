@@ -57,6 +57,12 @@ class KernelBinary:
         return len(re.findall(pattern, self.ptx))
 
 
+def argument_types(text: str) -> dict[str, str]:
+    """Types by name from "logits:*fp32 width:i32"; names joined by commas share a type."""
+    groups = (group.split(":") for group in text.split())
+    return {name: kind for names, kind in groups for name in names.split(",")}
+
+
 def compile_all(sources: Sequence[KernelSource]) -> list[KernelBinary]:
     """Compile each source once, in the worker process; raises its compiler errors."""
     return [_compile_once(json.dumps(asdict(source))) for source in sources]

@@ -12,19 +12,12 @@ import pytest
 import torch
 
 from foreword.kernels.triton import attention
-from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
+from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, argument_types, compile_all
 
-POINTERS = {"tiles": "*i32", "request_index": "*i64", "positions": "*i64", "block_tables": "*i64"}
-NUMBERS = {
-    "num_requests": "i32",
-    "table_width": "i32",
-    "max_splits": "i32",
-    "num_columns": "i32",
-    "q_row": "i32",
-    "q_head": "i32",
-    "scale": "fp32",
-    "softcap": "fp32",
-}
+BATCH = argument_types(
+    "tiles:*i32 request_index,positions,block_tables:*i64 "
+    "num_requests,table_width,max_splits,num_columns,q_row,q_head:i32 scale,softcap:fp32"
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,8 +54,7 @@ def source(
         **({"sinks": "*fp32"} if sinks else {}),
         "out": f"*{dtype}",
         **shared,
-        **POINTERS,
-        **NUMBERS,
+        **BATCH,
     }
     absent = {"k_scale", "v_scale", "sinks", "partials", "split_stats", "counters"} - arguments.keys()
     constants = dict.fromkeys(absent) | {

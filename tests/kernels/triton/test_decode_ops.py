@@ -16,7 +16,7 @@ from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, Slo
 from foreword.kernels.triton.decode_ops import SLOTS_PER_ITERATION, TritonDecodeOps
 from tests.support.budget import examples
 from tests.support.device import DEVICE
-from tests.support.triton_compile import KernelSource, compile_all
+from tests.support.triton_compile import KernelSource, argument_types, compile_all
 
 PLAIN, FUSED = DecodeOps(), TritonDecodeOps()
 BLOCK_SIZE, BLOCKS = 4, 8
@@ -118,81 +118,45 @@ def test_commit_matches_torch(count: int, num_draft: int, seed: int) -> None:
     assert torch.equal(*results)
 
 
+KERNELS = (  # name, arguments, constants, warps
+    (
+        "flatten_rows_kernel",
+        "token_ids:*i64 token_row,token_column:i64 first_position:*i64 valid:*i1 block_tables:*i64 "
+        "table_width:i32 mrope_offsets,out_tokens,out_positions,out_slots:*i64 "
+        "out_request_index,out_mrope_positions:*i64 width:i32",
+        {"BLOCK_W": 8, "BLOCK_SIZE": 16},
+        1,
+    ),
+    (
+        "record_draft_kernel",
+        "token_ids:*i64 logits:*fp32 width:i64 log_sum:*fp32 draft_step,draft_ids:*i64 draft_row:i64 "
+        "logprobs:*fp64 logprob_row:i64 last_token,position,sample_index:*i64 active:*i1 "
+        "logprob_sum,min_logprob_sum:*fp64 max_tokens:*i64 num_requests:i32",
+        {"SLOTS": SLOTS_PER_ITERATION},
+        4,
+    ),
+    (
+        "commit_kernel",
+        "slot_table:*i64 table_row:i64 active_slots,sampled_ids,draft_ids:*i64 draft_row,draft_column:i64 "
+        "logprobs:*i64 logprob_row,logprob_column:i64 result:*i64 width:i32",
+        {"BLOCK_W": 8},
+        1,
+    ),
+)
+
+
 def test_decode_ops_compile_without_spilling() -> None:
-    whole = dict.fromkeys(("token_ids", "first_position", "block_tables", "mrope_offsets"), "*i64")
-    rows = {
-        "token_ids": "*i64",
-        "token_row": "i64",
-        "token_column": "i64",
-        "first_position": "*i64",
-        "valid": "*i1",
-        "block_tables": "*i64",
-    }
-    rows |= {"table_width": "i32", "mrope_offsets": whole["mrope_offsets"]}
-    rows |= dict.fromkeys(
-        ("out_tokens", "out_positions", "out_slots", "out_request_index", "out_mrope_positions"), "*i64"
-    )
-    rows |= {"width": "i32"}
-    record_draft = {
-        "token_ids": "*i64",
-        "logits": "*fp32",
-        "width": "i64",
-        "log_sum": "*fp32",
-        "draft_step": "*i64",
-        "draft_ids": "*i64",
-    }
-    record_draft |= {
-        "draft_row": "i64",
-        "logprobs": "*fp64",
-        "logprob_row": "i64",
-        "last_token": "*i64",
-        "position": "*i64",
-        "sample_index": "*i64",
-    }
-    record_draft |= {
-        "active": "*i1",
-        "logprob_sum": "*fp64",
-        "min_logprob_sum": "*fp64",
-        "max_tokens": "*i64",
-        "num_requests": "i32",
-    }
-    advance = {
-        "slot_table": "*i64",
-        "table_row": "i64",
-        "active_slots": "*i64",
-        "sampled_ids": "*i64",
-        "draft_ids": "*i64",
-        "draft_row": "i64",
-    }
-    advance |= {
-        "draft_column": "i64",
-        "logprobs": "*i64",
-        "logprob_row": "i64",
-        "logprob_column": "i64",
-        "result": "*i64",
-        "width": "i32",
-    }
-    module = "foreword.kernels.triton.decode_ops:"
     sources = [
-        source
-        for capability in (80, 90)
-        for source in (
-            KernelSource(
-                f"{module}flatten_rows_kernel",
-                rows,
-                {"BLOCK_W": 8, "BLOCK_SIZE": 16},
-                capability,
-                num_warps=1,
-            ),
-            KernelSource(
-                f"{module}record_draft_kernel",
-                record_draft,
-                {"SLOTS": SLOTS_PER_ITERATION},
-                capability,
-                enable_fp_fusion=False,
-            ),
-            KernelSource(f"{module}commit_kernel", advance, {"BLOCK_W": 8}, capability, num_warps=1),
+        KernelSource(
+            f"foreword.kernels.triton.decode_ops:{name}",
+            argument_types(arguments),
+            constants,
+            capability,
+            num_warps=warps,
+            enable_fp_fusion=False,
         )
+        for capability in (80, 90)
+        for name, arguments, constants, warps in KERNELS
     ]
     for compiled in compile_all(sources):
         assert compiled.spills == 0

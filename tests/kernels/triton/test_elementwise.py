@@ -14,7 +14,7 @@ from foreword.kernels.triton import elementwise
 from foreword.kernels.triton.elementwise import gated_act, rms_norm, scale_by_sigmoid, softcap
 from tests.support.budget import examples
 from tests.support.device import DEVICE
-from tests.support.triton_compile import KernelSource, compile_all
+from tests.support.triton_compile import KernelSource, argument_types, compile_all
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,15 +116,7 @@ def test_program_shape_depends_on_width_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rms_norm_compiles_without_spilling() -> None:
-    arguments = {
-        "x": "*bf16",
-        "weight": "*fp32",
-        "out": "*bf16",
-        "num_rows": "i32",
-        "eps": "fp32",
-        "outer": "i32",
-        "inner": "i32",
-    }
+    arguments = argument_types("x:*bf16 weight:*fp32 out:*bf16 num_rows:i32 eps:fp32 outer,inner:i32")
     shapes = [(128, 16, 128, 4), (8192, 1, 8192, 16)]
     made = compile_all(
         [

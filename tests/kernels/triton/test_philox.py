@@ -99,9 +99,7 @@ def test_noise_matches_reference_and_stays_below_its_bound() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("eighth", range(8))
-def test_noise_stays_below_its_bound_for_a_hundred_million_words(eighth: int) -> None:
-    """Every 43rd word; all were verified once, and the bounds lay 5.9e-6 to 2.4e-5 above the noise."""
-    first, last = eighth << 29, eighth + 1 << 29
-    for start in range(first, last, 43 << 18):
-        check_noise(torch.arange(start, min(start + (43 << 18), last), 43))
+def test_noise_stays_below_its_bound_for_ten_million_words() -> None:
+    """Every 409th word; all were verified once, and the bounds lay 5.9e-6 to 2.4e-5 above the noise."""
+    for start in range(0, 1 << 32, 409 << 18):
+        check_noise(torch.arange(start, min(start + (409 << 18), 1 << 32), 409))

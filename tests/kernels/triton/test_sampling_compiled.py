@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from foreword.kernels.triton import topk
-from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
+from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, argument_types, compile_all
 
 PACKAGE = "foreword.kernels.triton."
 BLOCK, NUM_BLOCKS = 2048, 128  # of 151,936 ids and of 256,000
 ROWS = "logits:*fp32 stride:i32 V:i32"
-PREFIX = "block_maxes:*i64 block_expsums:*i64 block_entropies:*i64 sums:*i64 prefixes:*i64 last_sums:*i64"
-XTC = f"{ROWS} seeds:*i64 positions:*i64 probabilities:*fp64 thresholds:*fp64"
-XTC += " block_maxes:*i64 block_expsums:*i64 last:*i64"
+PREFIX = "block_maxes,block_expsums,block_entropies,sums,prefixes,last_sums:*i64"
+XTC = f"{ROWS} seeds,positions:*i64 probabilities,thresholds:*fp64 block_maxes,block_expsums,last:*i64"
 BLOCK_SHAPE: Mapping[str, Any] = {"WIDTH": NUM_BLOCKS, "BLOCK": BLOCK}
 FILTERS = {"i64": topk.TOP_K.value, "fp64": topk.TYPICAL_P.value}
 # Kernels that could spill: compiled for the older GPU too.
@@ -111,7 +110,7 @@ def compile_kernels(capability: int, pdl: bool = False) -> list[tuple[str, Kerne
     for kernel, arguments, constants, warps in kernels():
         if capability != 90 and not kernel.endswith(SPILL_PRONE):
             continue
-        types = dict(argument.split(":") for argument in arguments.split())
+        types = argument_types(arguments)
         divisible = [name for name, kind in types.items() if kind[0] == "*" or name in ("stride", "V")]
         sources.append(
             KernelSource(
