@@ -4,136 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
-from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
+from tests.support.scattered_kv import ScatteredKV, agree
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
 TYPES = (torch.float32, torch.bfloat16)
-Rows = dict[tuple[int, int], Tensor]  # the output of (request, position)
-Spans = list[tuple[int, int, int]]  # rows [start, end) of a request
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", isas_under_test())
 each_cache = pytest.mark.parametrize("cached", CACHES)
-
-
-class Requests:
-    """KV of requests in scattered blocks; unwritten slots are NaN."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        kv_heads: int = 2,
-        dim: int = 16,
-        cached: torch.dtype = torch.bfloat16,
-        dtype: torch.dtype = torch.bfloat16,
-        block_size: int = 16,
-        seed: int = 0,
-    ) -> None:
-        self.dtype, self.block_size = dtype, block_size
-        needed = [-(-length // block_size) for length in lengths]
-        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
-        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
-        self.kv = _empty_cache((sum(needed) + 1) * block_size, kv_heads, dim, cached)
-        for request, length in enumerate(lengths):
-            k, v = (randn(length, kv_heads, dim, seed=first + request, dtype=dtype) for first in (100, 200))
-            cpu_ops_by_threads(supported_isas()[0])[0].write_kv(
-                k, v, self.kv, torch.tensor(self.slots(request, length))
-            )
-
-    def slots(self, request: int, length: int) -> list[int]:
-        size = self.block_size
-        return [self.blocks[request][position // size] * size + position % size for position in range(length)]
-
-    def queries(self, request: int, length: int, heads: int) -> Tensor:
-        return randn(length, heads, self.kv.k.shape[2], seed=300 + request, dtype=self.dtype)
-
-    def batch(self, spans: Spans) -> Batch:
-        chunks = [
-            Chunk([0] * (end - start), start, self.blocks[request][: -(-end // self.block_size)], 1)
-            for request, start, end in spans
-        ]
-        return build_batch(chunks, self.block_size, 4, "cpu")
-
-    def run(self, ops: CpuOps, spans: Spans, heads: int = 6, **options: Any) -> Rows:
-        """Outputs by (request, position); padding rows must be zero."""
-        batch, dim = self.batch(spans), self.kv.k.shape[2]
-        q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=self.dtype)
-        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
-            q[row : row + end - start] = self.queries(request, end, heads)[start:]
-        out = ops.attention(q, self.kv, batch, dim**-0.5, **options)
-        assert not out[batch.query_start_loc[-1] :].any()
-        return {
-            (request, start + index): out[row + index]
-            for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False)
-            for index in range(end - start)
-        }
-
-    def textbook(
-        self,
-        start: int,
-        length: int,
-        heads: int,
-        dtype: torch.dtype,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """[length - start, heads, D]: rows [start, length) of request 0, every step in `dtype`."""
-        slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
-        k, v = (
-            _values(part, scale)[slots].repeat_interleave(group, 1).transpose(0, 1).to(dtype)
-            for part, scale in ((self.kv.k, self.kv.k_scale), (self.kv.v, self.kv.v_scale))
-        )
-        scores = (
-            self.queries(0, length, heads)[start:].to(dtype).transpose(0, 1)
-            @ k.transpose(1, 2)
-            * k.shape[2] ** -0.5
-        )
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        position = torch.arange(length)
-        seen = position[None, :] <= position[start:, None]
-        if window is not None:
-            seen &= position[None, :] > position[start:, None] - window
-        scores = scores.masked_fill(~seen, -math.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, len(seen), 1)), -1)
-        return (scores.softmax(-1)[..., :length] @ v).transpose(0, 1)
-
-
-def _empty_cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
-    shape = (slots, heads, dim)
-    if dtype != torch.int8:
-        return KVLayer(torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype))
-    return KVLayer(
-        torch.full(shape, 99, dtype=dtype),
-        torch.full(shape, 99, dtype=dtype),
-        torch.full((slots, heads), math.nan),
-        torch.full((slots, heads), math.nan),
-    )
-
-
-def _values(part: Tensor, scale: Tensor | None) -> Tensor:
-    return part.double() if scale is None else part.double() * scale.double()[..., None]
-
-
-def agree(left: Rows, right: Rows) -> None:
-    """All rows of `left` have the same bits in `right`."""
-    for key, value in left.items():
-        assert same_bits(value, right[key]), key
 
 
 # Every pair of a shape, options and a cache.
@@ -162,7 +50,7 @@ def test_attention_is_softmax_over_visible_positions(
     start, length = SPLIT - 5, SPLIT + 20
     sinks = torch.linspace(7.0, -3.0, heads) if sunk else None
     for dtype in TYPES:
-        requests = Requests([length], kv_heads, dim, cached, dtype)
+        requests = ScatteredKV([length], kv_heads, dim, cached, dtype)
         rows = requests.run(
             cpu_ops_by_threads(isa)[0],
             [(0, start, length)],
@@ -189,7 +77,7 @@ def test_attention_is_softmax_over_visible_positions(
 def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dtype, window: int | None):
     """One prompt: whole, in chunks around vector and split edges, and as single rows."""
     length = 2 * SPLIT + 70
-    requests = Requests([length, 40], cached=cached)
+    requests = ScatteredKV([length, 40], cached=cached)
     one, *others = cpu_ops_by_threads(isa)
     whole = requests.run(one, [(0, 0, length)], window=window)
     for ops in others:
@@ -206,10 +94,8 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
 @pytest.mark.parametrize("block_size", [1, 2, 64, 256])
 def test_block_placement_changes_no_bit(isa: str, block_size: int):
     spans = [(0, SPLIT - 20, SPLIT + 60)]
-    expected = Requests([SPLIT + 60]).run(cpu_ops_by_threads(isa)[0], spans)
-    agree(
-        Requests([SPLIT + 60], block_size=block_size, seed=5).run(cpu_ops_by_threads(isa)[0], spans), expected
-    )
+    ops, moved = cpu_ops_by_threads(isa)[0], ScatteredKV([SPLIT + 60], block_size=block_size, seed=5)
+    agree(moved.run(ops, spans), ScatteredKV([SPLIT + 60]).run(ops, spans))
 
 
 @each_isa
@@ -231,7 +117,7 @@ def test_mixed_batch_equals_each_row_alone(
     cached: torch.dtype,
     sunk: bool,
 ):
-    requests = Requests([start + count for start, count in spans], cached=cached)
+    requests = ScatteredKV([start + count for start, count in spans], cached=cached)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     options = {"window": window, "softcap": softcap, "sinks": randn(heads) if sunk else None}
     together = requests.run(cpu_ops_by_threads(isa)[1], mixed, heads, **options)
@@ -249,7 +135,7 @@ def test_mixed_batch_equals_each_row_alone(
 def test_row_groups_change_no_bit(isa: str, rows: int):
     """Around the row counts that share a task, by threads; larger requests are not divided by splits."""
     length = SPLIT + 250
-    requests = Requests([length], 1, 8)
+    requests = ScatteredKV([length], 1, 8)
     one, _, many = cpu_ops_by_threads(isa)
     for heads in (1, 7):
         whole = requests.run(one, [(0, 0, length)], heads)
@@ -266,7 +152,7 @@ def test_masked_non_finite_values_do_not_reach_a_row(
 ):
     """A draft token whose K and V overflow reaches neither earlier rows nor rows beyond the window."""
     length, bad = SPLIT + 60, SPLIT + 21
-    requests, ops = Requests([length], cached=cached), cpu_ops_by_threads(isa)[0]
+    requests, ops = ScatteredKV([length], cached=cached), cpu_ops_by_threads(isa)[0]
     span = [(0, SPLIT - 10, length)]
     clean = requests.run(ops, span, window=window)
     slot = torch.tensor([requests.slots(0, length)[bad]])
@@ -286,7 +172,7 @@ def test_masked_non_finite_values_do_not_reach_a_row(
 @each_isa
 def test_extreme_sinks(isa: str):
     """A sink far above the scores leaves zeros, and one far below changes nothing."""
-    requests, span, ops = Requests([SPLIT + 60]), [(0, SPLIT - 10, SPLIT + 60)], cpu_ops_by_threads(isa)[0]
+    requests, span, ops = ScatteredKV([SPLIT + 60]), [(0, SPLIT - 10, SPLIT + 60)], cpu_ops_by_threads(isa)[0]
     sinks = torch.tensor([1e30, 500.0, -500.0, -1e30, math.inf, -math.inf])
     sunk, plain = requests.run(ops, span, sinks=sinks), requests.run(ops, span)
     for key, value in sunk.items():
@@ -296,5 +182,5 @@ def test_extreme_sinks(isa: str):
 
 @each_isa
 def test_empty_batch_is_all_padding(isa: str):
-    requests = Requests([5])
+    requests = ScatteredKV([5])
     assert requests.run(cpu_ops_by_threads(isa)[0], []) == {}

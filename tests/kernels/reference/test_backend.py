@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.core.batch import KVLayer
 from foreword.kernels.ops import ExpertsConfig, QuantizedBlocks
 from foreword.kernels.quantization import fake_quantize
 from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attention_metadata
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
 from tests.support.budget import examples
 from tests.support.kernel_rows import RowDependentOps
+from tests.support.scattered_kv import Rows, ScatteredKV, agree
 
 OPS = ReferenceOps()
 TILE = OPS.row_tile
 COUNTS = [*range(1, 41), 47, 48, 49, 64, 100]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-BLOCK = 16
 
 
 @pytest.fixture(autouse=True)
@@ -210,95 +210,19 @@ def test_threads_are_a_power_of_two_within_a_tile():
 # Attention
 
 
-class Cache:
-    """KV of requests in scattered blocks; unwritten slots hold `garbage`.
-
-    Attention takes another way where it meets a NaN, so tests run with either kind of garbage.
-    """
-
-    def __init__(
-        self,
-        lengths: list[int],
-        kv_heads: int,
-        dim: int,
-        dtype: torch.dtype = torch.float32,
-        garbage: float = 7.0,
-        seed: int = 0,
-    ):
-        needed = [-(-length // BLOCK) for length in lengths]
-        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
-        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
-        shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
-        self.k = torch.full(shape, garbage, dtype=dtype)
-        self.v = torch.full(shape, garbage, dtype=dtype)
-        self.layer = KVLayer(self.k, self.v)
-        for request, length in enumerate(lengths):
-            slots = self.slots(request, length)
-            self.k[slots] = randn(length, kv_heads, dim, seed=100 + request, dtype=dtype)
-            self.v[slots] = randn(length, kv_heads, dim, seed=200 + request, dtype=dtype)
-
-    def slots(self, request: int, length: int) -> list[int]:
-        return [
-            self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK for position in range(length)
-        ]
-
-    def batch(self, spans: list[tuple[int, int, int]]) -> Batch:
-        """Batch of rows [start, end) of each (request, start, end), in this order."""
-        chunks = [
-            Chunk([0] * (end - start), start, self.blocks[request][: -(-end // BLOCK)], 1)
-            for request, start, end in spans
-        ]
-        return build_batch(chunks, BLOCK, TILE, "cpu")
+def cache_of(
+    lengths: list[int],
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    garbage: float = 7.0,
+) -> ScatteredKV:
+    """Attention takes another way where it meets a NaN, so tests run with either kind of garbage."""
+    return ScatteredKV(lengths, kv_heads, dim, dtype, dtype, row_tile=TILE, garbage=garbage)
 
 
-def queries(
-    request: int, length: int, heads: int, dim: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    return randn(length, heads, dim, seed=300 + request, dtype=dtype)
-
-
-def run(
-    cache: Cache, spans: list[tuple[int, int, int]], heads: int, **options
-) -> dict[tuple[int, int], torch.Tensor]:
-    """The output of every (request, position) of the spans; rows of padding must be zero."""
-    batch = cache.batch(spans)
-    dim = cache.k.shape[2]
-    q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=cache.k.dtype)
-    for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
-        q[row : row + end - start] = queries(request, end, heads, dim, cache.k.dtype)[start:]
-    out = OPS.attention(q, cache.layer, batch, dim**-0.5, **options)
-    assert not out[batch.query_start_loc[-1] :].any()
-    return {
-        (request, start + index): out[row + index]
-        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False)
-        for index in range(end - start)
-    }
-
-
-def textbook(
-    cache: Cache,
-    request: int,
-    length: int,
-    heads: int,
-    window: int | None = None,
-    softcap: float | None = None,
-):
-    slots = cache.slots(request, length)
-    group = heads // cache.k.shape[1]
-    k, v = (part[slots].double().repeat_interleave(group, 1).transpose(0, 1) for part in (cache.k, cache.v))
-    dim = cache.k.shape[2]
-    scores = (
-        queries(request, length, heads, dim, cache.k.dtype).double().transpose(0, 1)
-        @ k.transpose(1, 2)
-        * dim**-0.5
-    )
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(length)
-    seen = position[None, :] <= position[:, None]
-    if window is not None:
-        seen &= position[None, :] > position[:, None] - window
-    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+def run(cache: ScatteredKV, spans: list[tuple[int, int, int]], heads: int, **options) -> Rows:
+    return cache.run(OPS, spans, heads, **options)
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (2, 2, 20)])
@@ -306,20 +230,14 @@ def textbook(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_is_softmax_over_visible_positions(heads, kv_heads, dim, window, softcap):
     length = 2 * KV_TILE + 37
-    cache = Cache([length], kv_heads, dim)
+    cache = cache_of([length], kv_heads, dim)
     out = run(cache, [(0, 0, length)], heads, window=window, softcap=softcap)
-    expected = textbook(cache, 0, length, heads, window, softcap)
+    expected = cache.textbook(0, length, heads, torch.float64, window, softcap)
     actual = torch.stack([out[0, position] for position in range(length)])
     torch.testing.assert_close(actual.double(), expected, atol=2e-6, rtol=1e-5)
 
 
-def agree(left: dict, right: dict) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        assert same_bits(value, right[key]), key
-
-
-def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int, **options) -> dict:
+def chunked(cache: ScatteredKV, request: int, length: int, cuts: list[int], heads: int, **options) -> dict:
     edges = sorted({0, length, *cuts})
     result = {}
     for start, end in itertools.pairwise(edges):
@@ -337,7 +255,7 @@ def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int
 def test_attention_is_independent_of_chunks_and_garbage(
     cuts: list[int], window: int | None, dtype: torch.dtype, softcap: float | None
 ):
-    clean, dirty = (Cache([600], 2, 16, dtype, garbage) for garbage in (7.0, math.nan))
+    clean, dirty = (cache_of([600], 2, 16, dtype, garbage) for garbage in (7.0, math.nan))
     whole = run(clean, [(0, 0, 600)], 6, window=window, softcap=softcap)
     agree(chunked(clean, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
     agree(chunked(dirty, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
@@ -346,35 +264,32 @@ def test_attention_is_independent_of_chunks_and_garbage(
 @pytest.mark.parametrize("window", [None, 16, 250, 290])
 def test_attention_around_the_edge_of_a_kv_tile(window: int | None):
     length = KV_TILE + 60
-    cache = Cache([length], 1, 16)
+    cache = cache_of([length], 1, 16)
     whole = run(cache, [(0, 0, length)], 1, window=window)
     for start in range(KV_TILE - 20, KV_TILE + 40):
         rows = run(cache, [(0, start, start + 16)], 1, window=window)
-        agree(rows, {key: whole[key] for key in rows})
+        agree(rows, whole)
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_decode_attention_is_batch_invariant(count: int):
     lengths = [1 + 13 * index for index in range(count)]
-    cache = Cache(lengths, 1, 16)
+    cache = cache_of(lengths, 1, 16)
     together = run(cache, [(request, length - 1, length) for request, length in enumerate(lengths)], 3)
     for request, length in enumerate(lengths):
-        agree(
-            run(cache, [(request, length - 1, length)], 3),
-            {(request, length - 1): together[request, length - 1]},
-        )
+        agree(run(cache, [(request, length - 1, length)], 3), together)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_number_of_query_tiles_changes_no_bit(heads: int, softcap: float | None):
     """A sink for each row and head is few values: in one place of torch's vectors, in another behind them."""
-    cache = Cache([44, 30, 19], 1, 16)
+    cache = cache_of([44, 30, 19], 1, 16)
     options = {"softcap": softcap, "sinks": randn(heads, seed=5)}
     together = run(cache, [(0, 0, 44), (1, 0, 30), (2, 18, 19)], heads, **options)
     for start in range(44):
         alone = run(cache, [(0, start, start + 1)], heads, **options)
-        agree(alone, {key: together[key] for key in alone})
+        agree(alone, together)
 
 
 @settings(max_examples=examples(25))
@@ -388,7 +303,7 @@ def test_attention_is_independent_of_neighbours(
 ):
     """Prompt chunks, decode rows and verified drafts in any mixture."""
     lengths = [start + count for start, count in spans]
-    cache = Cache(lengths, 2, 16, garbage=garbage)
+    cache = cache_of(lengths, 2, 16, garbage=garbage)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     together = run(cache, mixed, 4, window=window)
     apart = {}
@@ -403,10 +318,10 @@ def test_attention_is_independent_of_neighbours(
 def test_masked_non_finite_values_do_not_reach_a_row(poison: float, window: int | None):
     """A draft token whose K and V overflow must not reach earlier rows, nor rows beyond the window."""
     length, bad = 60, 50
-    cache = Cache([length], 1, 16)
+    cache = cache_of([length], 1, 16)
     clean = run(cache, [(0, 30, length)], 2, window=window)
-    cache.v[cache.slots(0, length)[bad]] = poison
-    cache.k[cache.slots(0, length)[bad]] = poison
+    cache.kv.v[cache.slots(0, length)[bad]] = poison
+    cache.kv.k[cache.slots(0, length)[bad]] = poison
     spoilt = run(cache, [(0, 30, length)], 2, window=window)
     for position in range(30, length):
         if position < bad:
@@ -416,11 +331,11 @@ def test_masked_non_finite_values_do_not_reach_a_row(poison: float, window: int 
 
 
 def test_metadata_can_be_shared_by_layers():
-    cache = Cache([300, 20], 2, 16)
+    cache = cache_of([300, 20], 2, 16)
     batch = cache.batch([(0, 290, 300), (1, 0, 20)])
     q = randn(len(batch.positions), 4, 16)
-    planned = OPS.attention(q, cache.layer, batch, 0.25, metadata=build_attention_metadata(batch))
-    assert same_bits(planned, OPS.attention(q, cache.layer, batch, 0.25))
+    planned = OPS.attention(q, cache.kv, batch, 0.25, metadata=build_attention_metadata(batch))
+    assert same_bits(planned, OPS.attention(q, cache.kv, batch, 0.25))
     (group,) = build_attention_metadata(batch).groups
     assert group.padded_rows.shape == (2 * Q_TILE + 3 * Q_TILE,)
     assert group.valid_rows.tolist() == list(range(30))
@@ -450,8 +365,8 @@ def test_uniform_product_runs_on_row_tiles():
 
 
 def test_empty_batch_is_all_padding():
-    cache = Cache([5], 1, 16)
-    assert OPS.attention(randn(0, 2, 16), cache.layer, cache.batch([]), 1.0).shape == (0, 2, 16)
+    cache = cache_of([5], 1, 16)
+    assert OPS.attention(randn(0, 2, 16), cache.kv, cache.batch([]), 1.0).shape == (0, 2, 16)
 
 
 def test_write_kv_writes_to_slots():
@@ -485,31 +400,31 @@ def test_int8_cache_has_a_scale_per_vector():
 def test_attention_reads_rounded_int8(window: int | None):
     """Bits equal those of a float32 cache with the rounded values; unwritten slots hold NaN."""
     length = KV_TILE + 37
-    cache = Cache([length], 2, 16)
+    cache = cache_of([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))
-    layer = int8_layer(cache.k.shape[0], 2, 16)
-    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    layer = int8_layer(cache.kv.k.shape[0], 2, 16)
+    OPS.write_kv(cache.kv.k[slots], cache.kv.v[slots], layer, slots)
     assert layer.k_scale is not None and layer.v_scale is not None
-    cache.k[slots] = layer.k[slots] * layer.k_scale[slots][..., None]
-    cache.v[slots] = layer.v[slots] * layer.v_scale[slots][..., None]
+    cache.kv.k[slots] = layer.k[slots] * layer.k_scale[slots][..., None]
+    cache.kv.v[slots] = layer.v[slots] * layer.v_scale[slots][..., None]
     expected = run(cache, [(0, 0, length)], 4, window=window)
-    cache.layer = layer
+    cache.kv = layer
     agree(run(cache, [(0, 0, length)], 4, window=window), expected)
 
 
 def test_attention_reads_rounded_float8():
     length = KV_TILE + 5
-    cache = Cache([length], 2, 16)
+    cache = cache_of([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))
-    values = [torch.full(cache.k.shape, math.nan).to(torch.float8_e4m3fn) for _ in range(2)]
-    layer = KVLayer(*values, *(torch.full(cache.k.shape[:2], math.nan) for _ in range(2)))
-    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    values = [torch.full(cache.kv.k.shape, math.nan).to(torch.float8_e4m3fn) for _ in range(2)]
+    layer = KVLayer(*values, *(torch.full(cache.kv.k.shape[:2], math.nan) for _ in range(2)))
+    OPS.write_kv(cache.kv.k[slots], cache.kv.v[slots], layer, slots)
     assert layer.k_scale is not None and layer.v_scale is not None
-    torch.testing.assert_close(layer.k_scale[slots], cache.k[slots].abs().amax(-1) / 448)
-    for exact, stored, scale in ((cache.k, layer.k, layer.k_scale), (cache.v, layer.v, layer.v_scale)):
+    torch.testing.assert_close(layer.k_scale[slots], cache.kv.k[slots].abs().amax(-1) / 448)
+    for exact, stored, scale in ((cache.kv.k, layer.k, layer.k_scale), (cache.kv.v, layer.v, layer.v_scale)):
         kept = stored.float()[slots] * scale[slots][..., None]
         torch.testing.assert_close(kept, exact[slots], atol=1e-3, rtol=1 / 16)
         exact[slots] = kept
     expected = run(cache, [(0, 0, length)], 4)
-    cache.layer = layer
+    cache.kv = layer
     agree(run(cache, [(0, 0, length)], 4), expected)

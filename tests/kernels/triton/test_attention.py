@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.core.batch import Batch
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.attention import TileShape, TritonAttention, TritonAttnMetadata, plan_launches
 from foreword.planning.memory import estimate_memory
 from tests.support.budget import examples
 from tests.support.device import DEVICE
+from tests.support.scattered_kv import Rows, ScatteredKV, Spans, agree, randn
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
@@ -28,8 +28,6 @@ SPLIT = 32
 SMALL_TILE = TileShape(16, 32, 4)
 REFERENCE = ReferenceOps()
 STORED = {"float32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-Span = tuple[int, int, int]  # rows [start, end) of a request
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,62 +40,16 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed))
+def cache_of(lengths: list[int], kv_heads: int, dim: int, stored: str = "float32") -> ScatteredKV:
+    types = STORED[stored], torch.float32
+    return ScatteredKV(lengths, kv_heads, dim, *types, block_size=BLOCK, row_tile=1, request_index=True)
 
 
-class Cache:
-    """KV of requests in scattered blocks; unwritten slots hold NaN if their type has it."""
-
-    def __init__(self, lengths: list[int], kv_heads: int, dim: int, stored: str = "float32") -> None:
-        needed = [-(-length // BLOCK) for length in lengths]
-        order = torch.randperm(sum(needed), generator=torch.Generator(DEVICE).manual_seed(0)) + 1
-        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
-        shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
-        values = [
-            torch.full(shape, 7.0 if stored == "int8" else math.nan).to(STORED[stored]) for _ in range(2)
-        ]
-        scales = [] if stored == "float32" else [torch.full(shape[:2], math.nan) for _ in range(2)]
-        self.layer = KVLayer(*values, *scales)
-        self.kv_heads, self.dim = kv_heads, dim
-        for request, length in enumerate(lengths):
-            k, v = (randn(length, kv_heads, dim, seed=seed + request) for seed in (100, 200))
-            REFERENCE.write_kv(
-                k, v, self.layer, torch.tensor([self.slot(request, place) for place in range(length)])
-            )
-
-    def slot(self, request: int, position: int) -> int:
-        return self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK
-
-    def batch(self, spans: list[Span], row_tile: int = 1) -> Batch:
-        chunks = [Chunk([0] * (end - start), start, self.blocks[request], 1) for request, start, end in spans]
-        return build_batch(chunks, BLOCK, row_tile, DEVICE, with_request_index=True)
-
-    def queries(self, batch: Batch, spans: list[Span], heads: int) -> Tensor:
-        """Queries of the batch; padding is NaN."""
-        q = torch.full((len(batch.positions), heads, self.dim), math.nan)
-        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
-            q[row : row + end - start] = randn(200, heads, self.dim, seed=300 + request)[start:end]
-        return q
-
-
-def run(
-    cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: Any
-) -> dict[tuple[int, int], Tensor]:
-    """Outputs by (request, position)."""
-    batch = cache.batch(spans, row_tile)
+def run(cache: ScatteredKV, spans: Spans, heads: int, row_tile: int = 1, **options: Any) -> Rows:
     ops = TritonAttention()
-    out = ops.attention(cache.queries(batch, spans, heads), cache.layer, batch, cache.dim**-0.5, **options)
-    assert not out[batch.query_start_loc[-1] :].any(), "padding is zero"
+    rows = cache.run(ops, spans, heads, row_tile, **options)
     assert ops._counters is None or not ops._counters.any(), "the next launch counts from zero"
-    places = [(request, position) for request, start, end in spans for position in range(start, end)]
-    return dict(zip(places, out, strict=False))
-
-
-def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tensor]) -> None:
-    assert left.keys() <= right.keys()
-    for key, value in left.items():
-        assert torch.equal(value.view(torch.int32), right[key].view(torch.int32)), key
+    return rows
 
 
 @settings(max_examples=examples(12))
@@ -114,12 +66,12 @@ def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tens
 def test_attention_matches_reference(spans, heads, dim, window, softcap, stored, row_tile, sink) -> None:
     group, kv_heads = heads
     sinks = None if sink is None else randn(group * kv_heads, seed=5) + sink
-    cache = Cache([start + count for start, count in spans], kv_heads, dim, stored)
+    cache = cache_of([start + count for start, count in spans], kv_heads, dim, stored)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     batch = cache.batch(mixed, 1)
     expected = REFERENCE.attention(
         cache.queries(batch, mixed, group * kv_heads),
-        cache.layer,
+        cache.kv,
         batch,
         dim**-0.5,
         window,
@@ -151,7 +103,7 @@ def test_rows_do_not_depend_on_chunks_or_programs(
     programs: int,
     has_sinks: bool,
 ) -> None:
-    cache = Cache([80], 1, 20, stored)
+    cache = cache_of([80], 1, 20, stored)
     sinks = randn(group, seed=5) if has_sinks else None
     options = {"window": window, "softcap": softcap, "sinks": sinks}
     whole = run(cache, [(0, 0, 80)], group, **options)
@@ -175,7 +127,7 @@ def test_rows_do_not_depend_on_neighbours_or_tiles(
     spans: list[tuple[int, int]], window: int | None, tile: TileShape, heads: int, has_sinks: bool
 ) -> None:
     """Prompt chunks, decode rows and verified drafts in any mixture."""
-    cache = Cache([start + count for start, count in spans], 2, 16)
+    cache = cache_of([start + count for start, count in spans], 2, 16)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "tile_shape", lambda *_: tile)
@@ -188,14 +140,14 @@ def test_rows_do_not_depend_on_neighbours_or_tiles(
 
 
 def test_sink_of_no_weight_changes_no_bit() -> None:
-    cache = Cache([80], 2, 16)
+    cache = cache_of([80], 2, 16)
     spans = [(0, 3, 5), (0, 70, 80)]
     agree(run(cache, spans, 6, sinks=torch.full((6,), -1e9)), run(cache, spans, 6))
 
 
 def test_splits_that_depend_on_context_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: splits that depend on the context length."""
-    cache = Cache([80], 1, 16)
+    cache = cache_of([80], 1, 16)
     whole = run(cache, [(0, 0, 80)], 2)
     monkeypatch.setattr(attention, "SPLIT", 48)
     with pytest.raises(AssertionError):
@@ -204,7 +156,7 @@ def test_splits_that_depend_on_context_are_detected(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU chooses the order of programs")
 def test_program_order_changes_no_bit() -> None:
-    cache = Cache([130, 40], 2, 16)
+    cache = cache_of([130, 40], 2, 16)
     spans = [(0, 129, 130), (1, 37, 40)]
     expected = run(cache, spans, 4)
     for order in (
@@ -216,7 +168,7 @@ def test_program_order_changes_no_bit() -> None:
 
 
 def test_large_workspace_falls_back_to_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache([200], 1, 16)
+    cache = cache_of([200], 1, 16)
     expected = run(cache, [(0, 199, 200)], 4)
     monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
     batch = cache.batch([(0, 199, 200)])
@@ -263,9 +215,9 @@ def test_masked_non_finite_values_do_not_reach_a_row(
     poison: float, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
-    cache = Cache([60], 1, 16)
+    cache = cache_of([60], 1, 16)
     clean = run(cache, [(0, 30, 60)], 2, window=window)
-    cache.layer.v[cache.slot(0, 50), 0, 3] = poison
+    cache.kv.v[cache.slot(0, 50), 0, 3] = poison
     spoilt = run(cache, [(0, 30, 60)], 2, window=window)
     for position in range(30, 60):
         key = (0, position)
@@ -285,11 +237,11 @@ def test_masked_non_finite_values_do_not_reach_a_row(
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")
 @pytest.mark.parametrize("stored", ["float32", "int8", "fp8"])
 def test_non_finite_vectors_reach_only_visible_rows(stored: str) -> None:
-    cache = Cache([60], 1, 16, stored)
+    cache = cache_of([60], 1, 16, stored)
     clean = run(cache, [(0, 40, 60)], 2)
     k, v = randn(2, 1, 16, seed=1), randn(2, 1, 16, seed=2)
     k[0, 0, 3], v[1, 0, 3] = math.nan, math.inf
-    REFERENCE.write_kv(k, v, cache.layer, torch.tensor([cache.slot(0, 50), cache.slot(0, 55)]))
+    REFERENCE.write_kv(k, v, cache.kv, torch.tensor([cache.slot(0, 50), cache.slot(0, 55)]))
     spoilt = run(cache, [(0, 40, 60)], 2)
     agree({key: value for key, value in spoilt.items() if key[1] < 50}, clean)
     assert all(value.isnan().all() for key, value in spoilt.items() if key[1] >= 50)
@@ -301,7 +253,7 @@ def test_graph_batches_have_padding_and_unknown_lengths(
 ) -> None:
     """Three slots of four rows: one full, one with two padding rows and a single split, one unused."""
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
-    cache = Cache([70, 20], 2, 16)
+    cache = cache_of([70, 20], 2, 16)
     spans = [(0, 66, 70), (1, 18, 20)]
     known = cache.batch(spans)
     batch = replace(
@@ -314,7 +266,7 @@ def test_graph_batches_have_padding_and_unknown_lengths(
     )
     q = torch.full((12, 4, 16), math.nan)
     q[:6] = cache.queries(known, spans, 4)
-    out = TritonAttention().attention(q, cache.layer, batch, 0.25)
+    out = TritonAttention().attention(q, cache.kv, batch, 0.25)
     assert not out[6:].any()
     alone = run(cache, spans[:1], 4) | run(cache, spans[1:], 4)
     agree(dict(zip(alone, out, strict=False)), alone)
@@ -347,15 +299,14 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
 
 
 def test_layers_share_metadata() -> None:
-    cache = Cache([40], 2, 16)
+    cache = cache_of([40], 2, 16)
     ops, batch = TritonAttention(), cache.batch([(0, 30, 40)])
     plan = ops.build_attention_metadata(batch)
     q = cache.queries(batch, [(0, 30, 40)], 4)
-    first = ops.attention(q, cache.layer, batch, 0.25, metadata=plan)
+    first = ops.attention(q, cache.kv, batch, 0.25, metadata=plan)
     assert len(plan.launches) == 1
     assert (
-        torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, metadata=plan))
-        and len(plan.launches) == 1
+        torch.equal(first, ops.attention(q, cache.kv, batch, 0.25, metadata=plan)) and len(plan.launches) == 1
     )
     empty = cache.batch([])
-    assert ops.attention(q[:0], cache.layer, empty, 0.25).shape == (0, 4, 16)
+    assert ops.attention(q[:0], cache.kv, empty, 0.25).shape == (0, 4, 16)
