@@ -100,6 +100,7 @@ double tiles_amx(int64_t rounds) {
         shapes.row_bytes[i] = 64;
         shapes.rows[i] = 16;
     }
+    __asm__ volatile("" ::: "memory");  // g++ 12 takes the first 8 bytes alone for read
     _tile_loadconfig(&shapes);  // zeroes all tiles
     for (int64_t i = 0; i < rounds; i++) {
         if constexpr (IS_INT8) {

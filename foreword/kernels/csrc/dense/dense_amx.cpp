@@ -32,6 +32,7 @@ void shape_registers(int64_t height) {
         shapes.row_bytes[i] = LINE;
         shapes.rows[i] = static_cast<uint8_t>(i < 6 ? height : HEIGHT);
     }
+    __asm__ volatile("" ::: "memory");  // g++ 12 takes the first 8 bytes alone for read
     _tile_loadconfig(&shapes);
 }
 
