@@ -101,7 +101,7 @@ def _ignore(*_: object) -> bool:
 class EngineCallbacks:
     """Calls of a ReplicaClient to its router, in the event loop."""
 
-    on_step: Callable[[StepStats], object] = _ignore  # after every step, before its events
+    on_step: Callable[[StepStats], object] = _ignore  # called after every step, before its events
     on_blocks: Callable[[BlockUpdate], object] = _ignore
     on_restart: Callable[[str | None], object] = _ignore  # see EngineClient
     # A local engine crashed, with these requests in its batch; its open requests get EngineDead next. Returns

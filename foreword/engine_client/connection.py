@@ -27,13 +27,13 @@ from foreword.utils.threads import run_in_own_thread
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S: Final = 10.0
-EXIT_CODE_TIMEOUT_S: Final = 1.0  # for the fork server to report an exit code
+EXIT_CODE_TIMEOUT_S: Final = 1.0  # limits the fork server's report of an exit code
 POLL_S: Final = 0.05
-NO_HEARTBEAT_S: Final = 1.0  # without a heartbeat, an engine would not notice a hang-up
+NO_HEARTBEAT_S: Final = 1.0  # age of a heartbeat at which an engine would not notice a hang-up
 READ_BYTES: Final = 1 << 18  # read at once
 # A message follows its length, as multiprocessing's Connection has it at the other end.
 LENGTH: Final = struct.Struct("!i")
-LONG_LENGTH: Final = struct.Struct("!Q")  # after LENGTH = LONG_MESSAGE
+LONG_LENGTH: Final = struct.Struct("!Q")  # follows LENGTH = LONG_MESSAGE
 LONG_MESSAGE: Final = -1
 MAX_SHORT_BYTES: Final = (1 << 31) - 1
 

@@ -1,4 +1,4 @@
-"""Which request a crash is blamed on, and when an engine is given up.
+"""Blame for crashes, and the decision to give an engine up.
 
 Pure bookkeeping: no processes, no clocks.
 """
@@ -30,7 +30,7 @@ class CrashSuspects:
 
     def __init__(self) -> None:
         self._num_crashes: dict[str, int] = {}
-        self._num_solo_crashes: dict[str, int] = {}  # of suspects, in the order in which they run
+        self._num_solo_crashes: dict[str, int] = {}  # suspects, in the order in which they run
 
     @property
     def quarantined(self) -> str | None:

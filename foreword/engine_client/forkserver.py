@@ -37,7 +37,7 @@ THREADS_DIR: Final = Path("/proc/self/task")
 # OMP_WAIT_POLICY: spinning torch threads take cores from the threads they wait for.
 CHILD_ENV: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 SINGLE_THREAD_ENV: Final = {"OPENBLAS_NUM_THREADS": "1"}  # numpy would start threads at import
-FORK_TIMEOUT_S: Final = 10.0  # for a fork, after all imports
+FORK_TIMEOUT_S: Final = 10.0  # limits a fork, once all imports are done
 
 
 def main(fd: int, entry_module: str) -> int:

@@ -27,7 +27,7 @@ HEADER_FIELDS: Final = 5
 MAX_REQUESTS: Final = 1 << 14  # requests of one step; more are not recorded
 PAGE_BYTES: Final = (HEADER_FIELDS + MAX_REQUESTS) * FIELD_BYTES
 HEARTBEAT_INTERVAL_S: Final = 0.25
-NO_HEARTBEAT_S: Final = 3.0  # without a heartbeat, or in a step that uses no CPU: unresponsive
+NO_HEARTBEAT_S: Final = 3.0  # age of a heartbeat, or of a step without CPU use, that counts as unresponsive
 MIN_CPU_S: Final = 0.05  # CPU time within NO_HEARTBEAT_S that counts as activity
 MAX_CHECK_GAP_S: Final = 1.0  # check gap above which the watchdog itself was stalled: timers restart
 
@@ -36,7 +36,7 @@ MAX_CHECK_GAP_S: Final = 1.0  # check gap above which the watchdog itself was st
 class Heartbeat:
     """Contents of a page; times are time.monotonic()."""
 
-    heartbeat_s: float  # of the newest heartbeat; 0: none yet
+    heartbeat_s: float  # time of the newest heartbeat; 0: none yet
     phase: int  # LOADING, IDLE or BUSY
     busy_since_s: float  # start of the current step or message
 
@@ -130,7 +130,7 @@ class EngineHealth:
     """Result of a check."""
 
     ready: bool = True  # a step could run now
-    hung: bool = False  # to be restarted
+    hung: bool = False  # it must be restarted
     detail: str = ""  # the defect, as text
 
 

@@ -11,7 +11,7 @@ from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 
-HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor of the HeartbeatPage
+HEARTBEAT_FD = b"b"  # precedes all messages; the HeartbeatPage's file descriptor is sent along
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Init:
     resolved: ResolvedConfig | None = None
     timings: MeasuredCosts | None = None
     adapters: tuple[AdapterInfo, ...] | None = None  # None: those of the config
-    log_model: str = ""  # before each log line, if the server has several models
+    log_model: str = ""  # prefix of log lines, if the server has several models
 
 
 @dataclass(frozen=True, slots=True)

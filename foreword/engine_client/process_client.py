@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 0.25
 GIB: Final = 1 << 30
-RESTART_DELAY_S: Final = 0.5  # after a failed start: a missing resource may be back
+RESTART_DELAY_S: Final = 0.5  # follows a failed start: a missing resource may be back
 
 
 class ProcessClient:
@@ -70,10 +70,10 @@ class ProcessClient:
         self._fork_server = fork_server
         self._on_progress = on_progress
         self._callbacks: EngineCallbacks  # set by start()
-        self._session: ProcessSession | None = None  # of the newest process
+        self._session: ProcessSession | None = None  # the newest process'
         self._serving = False  # that process accepts requests
         self._ready: asyncio.Future[EngineReady] | None = None
-        self._resolved: ResolvedConfig | None = None  # of this engine, or of one like it
+        self._resolved: ResolvedConfig | None = None  # choices of this engine, or of one like it
         self._timings: MeasuredCosts | None = None
         self._restart_policy = RestartPolicy()
         self._health = EngineHealth()
@@ -81,8 +81,8 @@ class ProcessClient:
         self._restarts = 0
         self._reloaded: EngineProcess | None = None  # killed by reload()
         self._is_drain_skipped = False
-        self._adapters: dict[str, AdapterInfo] = {}  # by digest, of the engine and of those that replace it
-        self._num_threads: int | None = None  # of set_threads()
+        self._adapters: dict[str, AdapterInfo] = {}  # by digest; engines that replace this one load them too
+        self._num_threads: int | None = None  # argument of set_threads()
         self._state_changed = asyncio.Event()  # the engine serves again, or is gone
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -42,13 +42,16 @@ from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S: Final = 2.0  # of a connection, which is dead then
+SILENCE_S: Final = 2.0  # silence after which a connection is dead
 MAX_LINE_BYTES: Final = 64 << 20
-MAX_BATCH_BYTES: Final = 4 << 20  # of the messages in one POST; a single message may be larger
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # between attempts to connect
-MAX_CLOCK_ERROR_S: Final = 0.25  # of the known difference of the clocks
-REFUSALS: Final = (httpx.codes.BAD_REQUEST, httpx.codes.REQUEST_ENTITY_TOO_LARGE)  # of a message
-MAX_ERROR_CHARS: Final = 300  # of what a server answers, in our errors
+MAX_BATCH_BYTES: Final = 4 << 20  # limit of the messages in one POST; a single one may be larger
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # pause between attempts to connect
+MAX_CLOCK_ERROR_S: Final = 0.25  # limit of the error of the clocks' difference
+REFUSALS: Final = (
+    httpx.codes.BAD_REQUEST,
+    httpx.codes.REQUEST_ENTITY_TOO_LARGE,
+)  # statuses that refuse a message
+MAX_ERROR_CHARS: Final = 300  # length of a server's answer in our errors
 
 OnEvent = Callable[[Event], None]
 _Message = tuple[str, bytes]  # (number of the request that it submits or "", JSON)
@@ -254,7 +257,7 @@ class RemoteClient:
             except ForewordError as error:
                 raise _Refused(f"the engine of {self.address} cannot load {path}: {error.message}") from None
             if before is not None and before.digest != adapter.digest:
-                raise _Refused(f"the adapter {path} of {self.address} is another one than before")
+                raise _Refused(f"the adapter {path} on {self.address} changed since the last connection")
         adapters = tuple(adapter for adapter in self._adapters.values() if adapter is not None)
         self.info = replace(info, adapters=adapters or info.adapters)  # its limits may be others than before
         logger.info("client: connected to %s", self.address)
@@ -328,7 +331,7 @@ class _Session:
         self._counter = itertools.count()
         # By number in this session: late events of a request never reach a later one with its id.
         self._open: dict[str, tuple[Request, OnEvent]] = {}
-        self._numbers: dict[str, str] = {}  # by id of the request
+        self._numbers: dict[str, str] = {}  # numbers by request id
         self.calls = PendingCalls()
         self._outbox: list[_Message] = []
         self._has_messages = asyncio.Event()
@@ -392,7 +395,9 @@ class _Session:
 
     def on_status(self, status: SessionStatus) -> None:
         self.readiness, self.stats = status.readiness, status.stats
-        offset_s = status.now_s - time.monotonic()  # less the way: the largest is the nearest
+        offset_s = (
+            status.now_s - time.monotonic()
+        )  # minus network latency, so the largest sample is the most accurate
         if offset_s > self._clock_offset_s or offset_s < self._clock_offset_s - MAX_CLOCK_ERROR_S:
             self._clock_offset_s = offset_s
 

@@ -71,7 +71,7 @@ class RemoteError:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
-    request_id: str = ""  # of the request that it ends
+    request_id: str = ""  # the request that it ends
 
     @classmethod
     def from_error(cls, error: ForewordError, request_id: str = "") -> RemoteError:

@@ -33,7 +33,7 @@ class RoutedRequest:
         self.replica: RouterReplica | None = None  # None: it waits for a replica
         self.num_placements = 0
         self.sent_id = ""  # its id in the replica
-        self.digests: list[bytes] = []  # of the prompt's blocks that another request may share
+        self.digests: list[bytes] = []  # blocks of the prompt that another request may share
         self.num_prompt = 0  # tokens without KV that `replica` counts
         self.waits_since_s: float | None = None
 
@@ -53,8 +53,8 @@ class RouterReplica:
         self.client = client
         self.address = address
         self.callbacks = EngineCallbacks()
-        self.requests: dict[str, RoutedRequest] = {}  # by the id that was sent
-        self.num_prompt_tokens = 0  # of its requests without a token
+        self.requests: dict[str, RoutedRequest] = {}  # keyed by the id that was sent
+        self.num_prompt_tokens = 0  # prompt tokens of its requests without a token
         self.blocks = BlockIndex()
         self.adapters: set[str] = set()  # digests
         self.chosen_at = 0
@@ -94,7 +94,7 @@ class RouterReplica:
         )
 
     def stats(self, now_s: float) -> StepStats:
-        """Of the newest step; while the engine cannot report, its open requests."""
+        """Stats of the newest step; while the engine cannot report, counts of its open requests."""
         stats = self.client.stats
         if self.client.readiness.is_ready:
             return stats

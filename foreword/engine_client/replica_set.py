@@ -31,12 +31,12 @@ class ReplicaSet:
 
     def __init__(self, max_model_len: int | None) -> None:
         """max_model_len  see EngineRouter"""
-        self.info: EngineInfo | None = None  # of the first one
+        self.info: EngineInfo | None = None  # the first one's
         self.members: dict[str, RouterReplica] = {}
-        self.adapters: dict[str, AdapterInfo] = {}  # by digest
+        self.adapters: dict[str, AdapterInfo] = {}  # keyed by digest
         self.policy: RoutingPolicy = choose
         self._max_model_len = max_model_len
-        self._last_ids: OrderedDict[str, str] = OrderedDict()  # of the replica that served a tenant last
+        self._last_ids: OrderedDict[str, str] = OrderedDict()  # tenant to the replica that served it last
         self._num_choices = 0
 
     def __iter__(self) -> Iterator[RouterReplica]:

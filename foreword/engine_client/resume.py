@@ -26,7 +26,7 @@ class InflightRequest:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.has_run = False  # in an engine before
+        self.has_run = False  # an engine before ran it
         self.delivered_ids: list[int] = []
         self._first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s of the first event
 

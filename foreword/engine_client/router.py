@@ -61,13 +61,13 @@ class EngineRouter:
         self._is_open_ended = is_open_ended
         self._replicas = ReplicaSet(max_model_len)
         self._requests: dict[str, RoutedRequest] = {}
-        self._waiting: dict[str, RoutedRequest] = {}  # in order of arrival
+        self._waiting: dict[str, RoutedRequest] = {}  # ordered by arrival
         self._suspects = CrashSuspects()
         self._quarantine: RouterReplica | None = None  # where suspects run, one after another
         self._reload_lock = asyncio.Lock()
         self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_error_logged = False  # of a callback
+        self._is_error_logged = False  # an error of a callback
         for each in replicas:
             self._add_replica(each)
 

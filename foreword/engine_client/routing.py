@@ -25,8 +25,8 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._cached: set[bytes] = set()
-        self._computing: Counter[bytes] = Counter()  # by the number of requests that compute the block
-        self._sequence: int | None = None  # of the newest update; None: a snapshot is missing
+        self._computing: Counter[bytes] = Counter()  # number of requests that compute a block
+        self._sequence: int | None = None  # number of the newest update; None: a snapshot is missing
 
     def update(self, update: BlockUpdate) -> bool:
         """Apply an update. False if one before it is missing: the cache is unknown until a snapshot comes."""
@@ -72,7 +72,7 @@ class ReplicaLoad:
 
     id: str
     num_streams: int
-    num_prompt_tokens: int  # of its streams, still to be computed
+    num_prompt_tokens: int  # prompt tokens of its streams that are still to be computed
     num_matched: int = 0  # blocks of the request's prompt that it has
     chosen_at: int = 0  # number of the last choice of this replica
 

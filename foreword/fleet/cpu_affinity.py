@@ -1,7 +1,7 @@
 """Cores and GPUs of one machine, shared out among the engines of several models. Imports no torch.
 
 Each engine starts with threads for all cores that it may use. While several work at a time, each core
-counts for one of them: idle models cost nobody a core, and bits do not depend on the number of threads.
+counts for one of them: idle models hold no cores. Thread counts do not change results.
 """
 
 from __future__ import annotations

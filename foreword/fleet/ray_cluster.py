@@ -100,7 +100,7 @@ class RayCluster:
         return url
 
     def why_ended(self, url: str) -> str | None:
-        """The end of the log of a server whose process has ended, or what else is wrong; None: it runs."""
+        """Exit reason of a dead server (its log's tail); None while it runs."""
         try:
             reason: str | None = self._call(self._supervisors[url].why_ended.remote())
         except ForewordError as error:

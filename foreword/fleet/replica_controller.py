@@ -128,7 +128,7 @@ class ReplicaController:
         self._on_change = on_change
         self._clock = clock
         self._needs: Needs | None = None
-        self._servers: dict[str, _Server] = {}  # by address
+        self._servers: dict[str, _Server] = {}  # keyed by address
         self._retry_s = 0.0  # no placement before
         self._logged = ""
 
@@ -189,7 +189,7 @@ class ReplicaController:
                 reason = reason or f"it did not answer within {START_TIMEOUT_S:g} s"
                 self._retry_s = now + RETRY_S
             if reason is not None:
-                logger.warning("server %s is given up: %s", address, reason)
+                logger.warning("removing server %s: %s", address, reason)
                 self._forget(address)
 
     def _place(self) -> None:
