@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from foreword.checkpoint import prepare_checkpoint
 from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config
-from foreword.engine_client.make_client import make_engine_client
-from tests.server.conftest import RunningServer, run_server
+from tests.server.conftest import RunningServer, run_engine, run_server
 from tests.support.fakes import FakeOutput, byte_tokenizer
 from tests.support.tool_checkpoint import chat_template, write_tool_checkpoint
 
@@ -48,7 +46,5 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         log_level="warning",
         threads=1,
     )
-    prepared = prepare_checkpoint(config)
-    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+    with run_engine(config) as server:
         yield server

@@ -129,11 +129,11 @@ def test_the_sdk_runs_its_tool_loop(fake: RunningServer) -> None:
 
 
 def claude_tools() -> list[dict[str, Any]]:
-    """24 tools, of which one has keywords that are not enforced."""
+    """8 tools, of which one has keywords that are not enforced."""
     schema = TOOL["input_schema"]
-    tools = [{"name": f"tool_{i}", "description": "Does it", "input_schema": schema} for i in range(24)]
+    tools = [{"name": f"tool_{i}", "description": "Does it", "input_schema": schema} for i in range(8)]
     tools[3]["input_schema"] = {**schema, "propertyNames": {"maxLength": 20}}
-    tools[23]["cache_control"] = {"type": "ephemeral"}
+    tools[7]["cache_control"] = {"type": "ephemeral"}
     return tools
 
 
@@ -155,7 +155,7 @@ def test_a_session_as_of_claude_code_stays_cached(
     ]
     bias = {str(token_id): value for token_id, value in call_bias().items()}
     num_before = 0
-    for step in range(6):
+    for step in range(4):
         fields = {
             "temperature": 0.8,
             "seed": -1,  # with a seed of its own, a request renders the history anew
@@ -165,7 +165,7 @@ def test_a_session_as_of_claude_code_stays_cached(
             "max_tokens": 32_000,
             "logit_bias": bias,  # ends the turn as the template does
             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-            "thinking": {"type": "adaptive"} if step % 2 else {"type": "disabled"},
+            "thinking": {"type": "enabled", "budget_tokens": 16} if step % 2 else {"type": "disabled"},
             "context_management": {"edits": []},
             "metadata": {"user_id": "u"},
         }
