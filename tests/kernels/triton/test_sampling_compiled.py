@@ -105,7 +105,8 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
         yield "topk:_mask_rest_kernel", f"{ROWS} bounds:*{bound} {PREFIX}", constants, 8
 
 
-def compile_kernels(capability: int, pdl: bool = False) -> list[tuple[str, KernelBinary]]:
+def compile_kernels(capability: int) -> list[tuple[str, KernelBinary]]:
+    """With dependent launch on Hopper."""
     sources = []
     for kernel, arguments, constants, warps in kernels():
         if capability != 90 and not kernel.endswith(SPILL_PRONE):
@@ -116,7 +117,7 @@ def compile_kernels(capability: int, pdl: bool = False) -> list[tuple[str, Kerne
             KernelSource(
                 PACKAGE + kernel,
                 types,
-                {**constants, "PDL": pdl},
+                {**constants, "PDL": capability == 90},
                 capability,
                 warps,
                 enable_fp_fusion=False,
@@ -148,9 +149,9 @@ def test_no_register_is_spilled(compiled: list[tuple[str, KernelBinary]]) -> Non
         assert made.stack == made.spills == 0, kernel
 
 
-@pytest.mark.full
-def test_dependent_kernels_wait_before_they_read_or_write() -> None:
-    for kernel, made in compile_kernels(90, pdl=True):
+@pytest.mark.parametrize("compiled", [90], indirect=True)
+def test_dependent_kernels_wait_before_they_read_or_write(compiled: list[tuple[str, KernelBinary]]) -> None:
+    for kernel, made in compiled:
         before, after = made.ptx.split("griddepcontrol.wait")
         assert not re.search(r"\b(?:ld|st|atom)\.global", before), kernel
         assert "griddepcontrol.launch_dependents" in after, kernel
