@@ -336,6 +336,26 @@ async def test_abort_of_a_suspect_releases_waiting_requests() -> None:
     await client.close()
 
 
+async def test_token_of_a_suspect_clears_it() -> None:
+    """The others wait no longer; one more crash makes no suspect of it."""
+    client, (engine,) = await start(1)
+
+    def crash() -> None:
+        engine.crash(list(engine.requests))
+        engine.recover()
+
+    listen(client, "0")
+    crash()
+    crash()
+    listen(client, "1")
+    assert list(client._waiting) == ["1"]
+    engine.step("0~2", 7)
+    assert list(engine.requests) == ["0~2", "1"]
+    crash()
+    assert not client._waiting and client._quarantine is None
+    await client.close()
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 async def test_dead_engines_end_all_requests(num_engines: int) -> None:
     client, engines = await start(num_engines)
