@@ -123,7 +123,7 @@ def test_views_cannot_change_a_request() -> None:
         (Draft((5, 6), confidence=np.array([1, 0.5])), Draft((5, 6), "own", (1.0, 0.5))),  # type: ignore[arg-type]
         *((nothing, None) for nothing in (None, [], Draft(()), np.array([], int))),
     ],
-    ids=str,
+    ids=lambda value: str(value).split(" object at ")[0],
 )
 def test_any_sequence_of_ids_is_a_draft(draft: Any, checked: Draft | None) -> None:
     """Cut to max_tokens; ids and confidence become built-in numbers."""
