@@ -402,7 +402,13 @@ def _options() -> FuzzTarget:
         json.dumps(vllm).encode(),
         b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n",
     ]
-    return FuzzTarget(seeds, run, (ConfigError,), ("config/options.py", "cli/flags.py"), change_json)
+    return FuzzTarget(
+        seeds,
+        run,
+        (ConfigError,),
+        ("config/options.py", "config/option_parsing.py", "cli/configuration.py"),
+        change_json,
+    )
 
 
 def _keys() -> FuzzTarget:

@@ -16,6 +16,7 @@ from foreword.errors import ConfigError, did_you_mean
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 NULLS = ("null", "~")
+MAX_NESTING = 50  # lists and mappings of a file within each other
 SERVICE_SCHEMES = ("tcp://", "udp://")  # begin variables that Kubernetes sets for a service
 PARSERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
@@ -49,12 +50,25 @@ def compose_yaml(kind: str, path: Path) -> yaml.Node | None:
     """
     param = kind.partition(" ")[0]
     try:
-        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        text = path.read_text(encoding="utf-8")
+        if _is_deeper(text, MAX_NESTING):
+            raise ConfigError(f"{kind} {path} nests more than {MAX_NESTING} lists and mappings", param)
+        root: yaml.Node | None = yaml.compose(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"{kind} {path}: {error.strerror or error}", param) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{kind} {path} is not YAML: {' '.join(str(error).split())}", param) from None
     return None if root is None or root.value == "" else root
+
+
+def _is_deeper(text: str, limit: int) -> bool:
+    """Whether YAML nests beyond the limit: compose() recurses, and takes seconds to meet Python's limit."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.BaseLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > limit:
+            return True
+    return False
 
 
 def items_of(file: str, node: yaml.Node, content: str) -> Iterator[tuple[str, str, yaml.Node]]:

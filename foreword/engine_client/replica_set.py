@@ -196,6 +196,8 @@ class ReplicaSet:
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Load it into all replicas, or into none."""
         replicas = [each for each in self if each.client.alive and not each.problem]
+        if not replicas:
+            raise EngineDead("the engine is not running")
         results = await asyncio.gather(
             *(each.client.load_adapter(path) for each in replicas), return_exceptions=True
         )

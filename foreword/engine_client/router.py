@@ -143,6 +143,9 @@ class EngineRouter:
                 if name:
                     yield f"{prefix}moving {len(replica.requests)} streams"
                     self._drain(replica)
+                else:
+                    for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
+                        replica.requests[sent_id].inflight.has_run = True  # no queue deadline any more
                 try:
                     async for text in replica.client.reload():
                         yield f"{prefix}{text}"
@@ -178,9 +181,11 @@ class EngineRouter:
     def _remove(self, request_id: str, num_tokens: int | None) -> None:
         routed = self._requests.get(request_id)
         if routed is not None:
+            makes_room = routed.replica is not None or routed.id in self._suspects
             self._end(routed, num_tokens)
             self._call(routed.on_event, None)
-            self._place_waiting()
+            if makes_room:
+                self._place_waiting()
 
     def _end(self, routed: RoutedRequest, num_tokens: int | None = None) -> None:
         replica = routed.replica
@@ -314,7 +319,7 @@ class EngineRouter:
 
     def _on_crash(self, replica: RouterReplica, sent_ids: Collection[str]) -> bool:
         """Find out who is to blame; the requests of the replica leave it next."""
-        busy = [replica.requests[each] for each in sent_ids if each in replica.requests]
+        busy = [routed for sent_id, routed in replica.requests.items() if sent_id in sent_ids]  # by arrival
         for routed in busy:
             routed.inflight.has_run = True
         busy_ids = [routed.id for routed in busy]

@@ -36,6 +36,7 @@ from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_mem
 from foreword.planning.memory_sizes import batch_limits, min_context, resolve_dtypes
 from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import MAX_CPU_KV_BYTES, ResolvedConfig, resolve
+from foreword.utils.threads import run_in_own_thread
 from foreword.weights.hub import resolve_path
 
 PROCESS_BYTES: Final = 256 << 20  # interpreter, libraries and heap of an engine
@@ -79,7 +80,7 @@ async def plan_server(config: Config, fork_server: ForkServer) -> FleetPlan:
 
     A pinned model that is alone, without a limit, is not planned: its engine takes what is free.
     """
-    models = only_model(config) if config.models is None else read_models(config)
+    models = await run_in_own_thread(only_model if config.models is None else read_models, config)
     (first, *others) = models.entries
     if others or not first.pinned or models.memory_limit is not None:
         return await plan_fleet(models, fork_server)
@@ -101,7 +102,8 @@ def only_model(config: Config) -> ModelsConfig:
 async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan:
     """Place, describe and plan all models. Raises ConfigError, also for a model that can never be loaded."""
     models = assign_gpus(models, read_machine())
-    entries = tuple(replace(each, config=resolve_paths(each.config)) for each in models.entries)
+    configs = [await run_in_own_thread(resolve_paths, each.config) for each in models.entries]
+    entries = tuple(replace(each, config=own) for each, own in zip(models.entries, configs, strict=True))
     models = replace(models, entries=entries)
     return make_fleet_plan(models, await describe_models([each.config for each in entries], fork_server))
 

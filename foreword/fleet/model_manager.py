@@ -157,6 +157,8 @@ class ModelManager:
         if self._alone is None:
             return Readiness("ok")
         if self._alone.processes is None:
+            if self.dead.is_set():
+                return Readiness("dead", "the engine is not running")
             return Readiness("loading", "the server reads its models")
         loaded = self._alone.loaded
         return self._alone.processes.readiness if loaded is None else loaded.client.readiness
@@ -396,12 +398,13 @@ class ModelManager:
             watcher.cancel()
         if model.recorder is not None:
             model.recorder.on_unload()
+        if processes is not None:
+            self._closing.add(processes)  # before the first wait, so that skip_drain() finds it
         if loaded is not None:
             model.next_config = _with_adapters(model.next_config, model.names.modules)
             model.names.detach()
             await loaded.close()
         if processes is not None:
-            self._closing.add(processes)
             await processes.close()
             self._closing.discard(processes)
 

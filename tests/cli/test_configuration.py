@@ -134,7 +134,7 @@ def test_environment_errors_name_the_variable(environ: dict[str, str], part: str
         ("lora: x", "use --lora-modules name=path"),
         ("- port", "must hold `option: value` lines"),
         ("a: b: c", "is not YAML"),
-        ("{" * 10_000, "is not YAML"),
+        ("{" * 10_000, "nests more than 50 lists and mappings"),
         (f"port: {'9' * 400}", "a number of 1329 bits"),
         ("port: 1e3", "port must be a whole number"),
     ],

@@ -122,7 +122,8 @@ async def test_server_of_another_model_is_refused(checkpoint: Path) -> None:
 async def test_router_counts_drafts_of_drafters_that_the_first_server_lacks(checkpoint: Path) -> None:
     config = Config(model=str(checkpoint), replicas=0, replica_urls="http://a", engine_key=KEY)
     processes = await open_processes(config, lambda *_: None, ForkServer())
-    processes.engine.info = replace(engine_info(), resolved=replace(engine_info().resolved, drafters=()))
+    info = replace(engine_info(), resolved=replace(engine_info().resolved, drafters=()))
+    processes.engine._replicas.info = info
     assert b"foreword_spec_no_draft_total" in processes.make_recorder("demo").render()
     await processes.close()
 

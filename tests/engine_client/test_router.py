@@ -336,6 +336,63 @@ async def test_abort_of_a_suspect_releases_waiting_requests() -> None:
     await client.close()
 
 
+async def test_suspects_run_in_order_of_arrival() -> None:
+    client, (engine,) = await start(1)
+    for number in range(6):
+        listen(client, str(number))
+    for _ in range(CRASHES_TO_SUSPECT):
+        engine.crash(frozenset(engine.requests))
+        engine.recover()
+    order = []
+    while engine.requests:
+        (sent_id,) = engine.requests
+        order.append(sent_id.partition("~")[0])
+        client.abort(order[-1])
+    assert order == [str(number) for number in range(6)]
+    await client.close()
+
+
+async def test_aborts_of_waiting_requests_try_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that leave while the only engine restarts: work in proportion to their number."""
+    client, (engine,) = await start(1)
+    for number in range(20):
+        listen(client, str(number))
+    engine.crash()
+    tries = []
+    place = client._place
+    monkeypatch.setattr(client, "_place", lambda routed: (tries.append(routed.id), place(routed)))
+    for number in range(20):
+        client.abort(str(number))
+    assert not tries and not client._requests
+    await client.close()
+
+
+async def test_adapters_of_a_dead_engine_are_refused() -> None:
+    client, (engine,) = await start(1)
+    engine.crash(status="dead")
+    with pytest.raises(EngineDead):
+        await client.load_adapter("adapter")
+    await client.close()
+
+
+async def test_reload_keeps_requests_that_run_beyond_their_queue_deadline() -> None:
+    client, (engine,) = await start(1)
+    now_s = time.monotonic()
+    caller = listen(client, "1", arrival_s=now_s, queue_deadline_s=now_s + 100)
+
+    async def reload() -> AsyncIterator[str]:
+        engine.crash()
+        yield "replaced"
+
+    engine.reload = reload  # type: ignore[method-assign]
+    assert [text async for text in client.reload()] == ["replaced"]
+    client._expire(now_s + 101)
+    assert not caller.is_ended
+    engine.recover()
+    assert list(engine.requests) == ["1~1"]
+    await client.close()
+
+
 async def test_token_of_a_suspect_clears_it() -> None:
     """The others wait no longer; one more crash makes no suspect of it."""
     client, (engine,) = await start(1)
