@@ -13,7 +13,7 @@ from tests.test_layering import FILES, name_of, parse
 # Messages to our own processes over private sockets: docs/security.md.
 OWN_PROCESSES = {
     "embedding/encoder_messages.py",
-    "engine_client/connection.py",
+    "engine_client/engine_process.py",
     "grammar/check.py",
     "tokenizer/chat_template.py",
 }

@@ -1,199 +1,235 @@
-"""The engine process: requests come in over a socket, one report per step goes out.
-
-The fork server starts it for `engine_client.client`; it exits when the client hangs up.
-"""
+"""The client's end of one engine process, from start to exit. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import errno
-import faulthandler
+import asyncio
+import contextlib
 import logging
-import select
+import os
+import pickle
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import NoReturn
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+from typing import Any, Final
 
-from foreword.config.lora import AdapterInfo
-from foreword.config.options import Config
-from foreword.core.request import Request
-from foreword.core.structured_output import Vocabulary
-from foreword.engine.engine import Engine
-from foreword.engine.loader import describe_model, load
-from foreword.engine_client.heartbeat import HeartbeatPage
-from foreword.engine_client.messages import (
-    HEARTBEAT_FD,
-    AdapterReply,
-    AddImage,
-    DescribeModels,
-    DropImage,
-    EngineReady,
-    EngineStartFailed,
-    Init,
-    LoadAdapter,
-    LoadProgress,
-    ModelDescriptions,
-    RemoveRequest,
-    SendBlocks,
-    SetThreads,
-    UnloadAdapter,
-)
-from foreword.errors import ConfigError, ForewordError, RequestFailed
-from foreword.planning.hardware import apply_placement
-from foreword.planning.memory_plan import ModelDescription
-from foreword.utils.logging import log_model, set_up_logging
+from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.heartbeat import HeartbeatPage, read_proc_stat
+from foreword.engine_client.messages import HEARTBEAT_FD
+from foreword.errors import ConfigError
+from foreword.utils.threads import run_in_own_thread
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 1.0  # idle time after which the engine checks its invariants
+EXIT_TIMEOUT_S: Final = 10.0
+EXIT_CODE_TIMEOUT_S: Final = 1.0  # limits the fork server's report of an exit code
+POLL_S: Final = 0.05
+NO_HEARTBEAT_S: Final = 1.0  # age of a heartbeat at which an engine would not notice a hang-up
+READ_BYTES: Final = 1 << 18  # read at once
+# A message follows its length, as multiprocessing's Connection has it at the other end.
+LENGTH: Final = struct.Struct("!i")
+LONG_LENGTH: Final = struct.Struct("!Q")  # follows LENGTH = LONG_MESSAGE
+LONG_MESSAGE: Final = -1
+MAX_SHORT_BYTES: Final = (1 << 31) - 1
 
 
-def main(fd: int, prepare: Callable[[Engine], None] = lambda engine: None) -> int:
-    """Serve the client at the other end of `fd`; returns the exit code.
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """Delivered to on_message: a message could not be pickled. Nothing after it is sent."""
 
-    prepare  called with the engine before its first step; tests inject faults
+    message: Any
+    error: Exception
+
+
+class EngineProcess:
+    """One engine over a socket pair. A thread writes, so the event loop never waits; it reads itself.
+
+    A thread that read would be woken for each step, and then wake the loop.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
-    faulthandler.enable()  # a stack trace of crashes in native code
-    try:
-        with _receive_heartbeat_page(fd) as page, Connection(fd) as connection:
-            return _run(connection, page, prepare)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0  # the client hung up
-    except Exception:
-        logger.exception("engine: exits after an error that may have broken its state")
-        return 1
 
+    def __init__(
+        self,
+        pid: int,
+        sock: socket.socket,
+        heartbeat: HeartbeatPage,
+        on_message: Callable[[EngineProcess, Any], None],
+    ) -> None:
+        self.pid = pid
+        self.heartbeat = heartbeat
+        self.exited = asyncio.Event()  # the engine hung up, and all its messages are delivered
+        self.ready_s = float("inf")  # time.monotonic() when it became ready
+        self.has_vocabulary = False
+        self.exit_reason: str | None = None
+        self._is_reaping = self._is_reaped = False
+        self._on_message = on_message  # called in the event loop
+        self._socket = sock
+        self._received = bytearray()  # the beginning of a message
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._writer = threading.Thread(target=self._write, name="engine-write", daemon=True)
+        self._writer.start()
+        self._loop.add_reader(sock, self._on_readable)
 
-def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
-    """Receive the page that the client sends before all messages."""
-    with socket.socket(fileno=fd) as ours:
+    @classmethod
+    async def launch(
+        cls, fork_server: ForkServer, on_message: Callable[[EngineProcess, Any], None]
+    ) -> EngineProcess:
+        """Start a process. Raises ConfigError."""
+        with contextlib.ExitStack() as stack:
+            try:
+                ours, theirs = map(stack.enter_context, socket.socketpair())
+                page = stack.enter_context(HeartbeatPage.create())
+                socket.send_fds(ours, [HEARTBEAT_FD], [page.fd])
+                pid = await fork_server.spawn(theirs.fileno())
+            except OSError as error:
+                raise ConfigError(f"the engine process could not be started: {error}") from error
+            theirs.close()
+            stack.pop_all()
+        return cls(pid, ours, page, on_message)
+
+    def send(self, message: Any, make_first: Callable[[], Any] | None = None) -> None:
+        """Queue a message. `make_first` runs in the write thread; its result is sent before the message."""
+        self._outbox.put((message, make_first))
+
+    def kill(self, reason: str) -> None:
+        """Kill the process group and hang up."""
+        if self.exited.is_set():
+            return
+        self.exit_reason = self.exit_reason or reason
+        self._kill()
+        self._disconnect()  # abandons a process that cannot die because its device hangs
+
+    def skip_wait(self) -> None:
+        """Kill a process that close() waits for."""
+        if not self._is_reaped:
+            self._kill()
+
+    async def reap(self, fork_server: ForkServer, timeout_s: float = EXIT_CODE_TIMEOUT_S) -> str:
+        """Wait for the exit of a process that hung up, and free all but its page; returns the exit reason."""
+        if self.exit_reason is not None and self._is_reaping:
+            return self.exit_reason
+        self._is_reaping = True
+        self._outbox.put(None)
+        code = await fork_server.exit_code(self.pid, timeout_s)
+        if code is None:
+            self._kill()
+            code = await self._wait_killed(fork_server)
+        self._is_reaped = True
+        await run_in_own_thread(self._writer.join)
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self.heartbeat.close()
+        self.exit_reason = self.exit_reason or _describe_exit(code)
+        return self.exit_reason
+
+    async def _wait_killed(self, fork_server: ForkServer) -> int | None:
+        """Wait for the exit: freeing much memory takes a while. A fork server that hangs is replaced."""
+        for _ in range(int(EXIT_TIMEOUT_S / POLL_S)):
+            if _has_exited(self.pid):
+                code = await fork_server.exit_code(self.pid, EXIT_CODE_TIMEOUT_S)
+                if code is None:
+                    fork_server.reset()
+                return code
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def close(self, fork_server: ForkServer, force: bool = False) -> None:
+        """Hang up and wait for the exit; kill the process if it is unresponsive."""
+        if force or self.is_unresponsive():
+            self.kill("it did not answer at shutdown")
+        self._disconnect()
+        await self.exited.wait()
+        await self.reap(fork_server, EXIT_TIMEOUT_S)
+
+    def is_unresponsive(self) -> bool:
+        """Whether the heartbeat stopped."""
+        heartbeat_s = self.heartbeat.read().heartbeat_s
+        return bool(heartbeat_s) and time.monotonic() - heartbeat_s >= NO_HEARTBEAT_S
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        """The write thread."""
+        while (item := self._outbox.get()) is not None:
+            message, make_first = item
+            try:
+                messages = [message] if make_first is None else [make_first(), message]
+                pickles = [ForkingPickler.dumps(each) for each in messages]
+            except Exception as error:
+                logger.exception("client: a %s for the engine cannot be pickled", type(message).__name__)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._on_message, self, SendFailed(message, error))
+                return
+            try:
+                for data in pickles:
+                    is_long = len(data) > MAX_SHORT_BYTES
+                    long_length = LONG_LENGTH.pack(len(data)) if is_long else b""
+                    self._socket.sendall(LENGTH.pack(LONG_MESSAGE if is_long else len(data)) + long_length)
+                    self._socket.sendall(data)
+            except OSError:
+                return  # _on_readable notices the end of the engine
+
+    def _on_readable(self) -> None:
+        """Deliver the messages that are complete; at the end of the engine, perhaps in one's middle, stop."""
         try:
-            message, fds, _, _ = socket.recv_fds(ours, len(HEARTBEAT_FD), 1)
-        finally:
-            ours.detach()
-    if not message:
-        raise EOFError
-    return HeartbeatPage(fds[0])
+            data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)  # the write thread may wait, this not
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._received += data
+        try:
+            messages = [pickle.loads(each) for each in self._pop_complete()]
+        except Exception:
+            logger.exception("client: a message of the engine cannot be unpickled")
+            messages, data = [], b""
+        for message in messages:
+            self._loop.call_soon(self._on_message, self, message)
+        if not data:
+            self._loop.remove_reader(self._socket)
+            self._loop.call_soon(self.exited.set)
+
+    def _pop_complete(self) -> Iterator[bytes]:
+        """The received messages, each after its length, without it."""
+        received, start = self._received, 0
+        while len(received) >= start + LENGTH.size:
+            (length,), head = LENGTH.unpack_from(received, start), LENGTH.size
+            if length == LONG_MESSAGE:
+                if len(received) < start + head + LONG_LENGTH.size:
+                    break
+                (length,), head = LONG_LENGTH.unpack_from(received, start + head), head + LONG_LENGTH.size
+            end = start + head + length
+            if len(received) < end:
+                break
+            yield bytes(received[start + head : end])
+            start = end
+        del received[:start]
 
 
-def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
-    page.start()
-    init: Init | DescribeModels = connection.recv()
-    if isinstance(init, DescribeModels):
-        connection.send(ModelDescriptions(tuple(map(_describe_model, init.configs))))
-        return 0
-    set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s", init.config.log_format)
-    log_model.set(init.log_model)
-
-    def on_progress(stage: str, done: int, total: int) -> None:
-        connection.send(LoadProgress(stage, done, total))
-
+def _has_exited(pid: int) -> bool:
+    """Whether the process is gone, or a zombie."""
     try:
-        apply_placement(init.config)
-        restored = (init.resolved, on_progress, init.timings, init.adapters)
-        engine = load(init.config, init.never_sampled_ids, *restored)
-    except ConnectionError:  # the client hung up
-        raise
-    except (ForewordError, OSError, MemoryError) as error:
-        logger.debug("engine: cannot start", exc_info=True)
-        connection.send(EngineStartFailed(_describe_start_error(error)))
-        return 1
-    prepare(engine)
-    engine.on_batch = page.set_requests
-    numbers = {plugin.name: number for number, plugin in enumerate(init.config.drafter_plugins(), 1)}
-    engine.proposer.on_plugin = lambda name: page.set_plugin(numbers.get(name or "", 0))
-    page.set_idle()
-    connection.send(EngineReady(engine.info, engine.proposer.timings))
-    try:
-        _serve(engine, connection, page)
-    finally:
-        engine.close()
+        os.kill(pid, 0)
+        return read_proc_stat(pid)[0] == "Z"
+    except OSError:
+        return True
 
 
-def _describe_model(config: Config) -> ModelDescription | ForewordError:
-    try:
-        apply_placement(replace(config, cpus=None))
-        return describe_model(config)
-    except (ForewordError, OSError, MemoryError) as error:
-        return _describe_start_error(error)
-
-
-def _describe_start_error(error: ForewordError | OSError | MemoryError) -> ForewordError:
-    """An error of one line, for the client."""
-    if isinstance(error, ForewordError):
-        return error
-    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
-        return ConfigError("the engine cannot start: out of memory; a smaller model would need less")
-    place = f"{error.filename}: " if error.filename is not None else ""
-    return ConfigError(f"the engine cannot start: {place}{error.strerror or error}")
-
-
-def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoReturn:
-    """Step while there is work, else wait for messages; EOFError ends it."""
-    messages = select.poll()  # Connection.poll() makes one for each call
-    messages.register(connection, select.POLLIN)
-    while True:
-        if engine.idle:
-            page.set_idle()
-            if not messages.poll(IDLE_CHECK_S * 1000):
-                engine.check()
-                messages.poll()
-        while messages.poll(0):
-            reply = _handle(engine, connection.recv(), page)
-            if reply is not None:
-                connection.send(reply)
-        page.set_busy()
-        connection.send(engine.step())
-
-
-def _handle(
-    engine: Engine,
-    message: Request
-    | RemoveRequest
-    | Vocabulary
-    | AddImage
-    | DropImage
-    | LoadAdapter
-    | UnloadAdapter
-    | SetThreads
-    | SendBlocks,
-    page: HeartbeatPage,
-) -> AdapterReply | None:
-    # A crash blames the next request: vocabulary and images precede the request that needs them.
-    adds = isinstance(message, Request | Vocabulary | AddImage)
-    page.set_busy((engine.num_submitted,) if adds else ())
-    if isinstance(message, Request):
-        engine.submit(message)
-    elif isinstance(message, Vocabulary):
-        engine.set_vocabulary(message)
-    elif isinstance(message, AddImage):
-        engine.encoder.add_pixels(message.digest, message.pixels)
-    elif isinstance(message, DropImage):
-        engine.encoder.drop_pixels(message.digest)
-    elif isinstance(message, SetThreads):
-        engine.set_threads(message.num_threads)
-    elif isinstance(message, LoadAdapter | UnloadAdapter):
-        return AdapterReply(message.call, _change_adapters(engine, message))
-    elif isinstance(message, SendBlocks):
-        engine.request_blocks()
-    else:
-        engine.remove(message.request_id, message.num_tokens)
-    return None
-
-
-def _change_adapters(
-    engine: Engine, message: LoadAdapter | UnloadAdapter
-) -> AdapterInfo | ForewordError | None:
-    try:
-        if isinstance(message, LoadAdapter):
-            return engine.load_adapter(message.path)
-        engine.unload_adapter(message.digest)
-    except ForewordError as error:
-        return error
-    except Exception as error:  # whatever its files hold, the other requests go on
-        logger.exception("engine: an adapter could not be changed")
-        return RequestFailed(f"the adapter cannot be loaded: {error or type(error).__name__}")
-    return None
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "exit code unknown"
+    if code >= 0:
+        return f"exit code {code}; see its log above"
+    name = signal.strsignal(-code) or "unknown signal"
+    return f"signal {-code} ({name})" + ("; out of memory?" if -code == signal.SIGKILL else "")

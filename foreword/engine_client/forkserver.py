@@ -29,7 +29,7 @@ from typing import Final
 from foreword.errors import ConfigError
 from foreword.utils.threads import run_in_own_thread
 
-ENTRY_MODULE: Final = "foreword.engine_client.engine_process"
+ENTRY_MODULE: Final = "foreword.engine_client.engine_main"
 STATUS: Final = struct.Struct("ii")  # pid; exit code, negative for a signal
 RUNNING: Final = 1 << 30  # instead of an exit code
 ENGINE_FD: Final = b"e"  # sent along with a file descriptor

@@ -20,8 +20,8 @@ from foreword.core.readiness import OnLoadProgress, Readiness
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
-from foreword.engine_client.connection import EngineProcess, SendFailed
 from foreword.engine_client.crash_policy import RestartPolicy
+from foreword.engine_client.engine_process import EngineProcess, SendFailed
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
 from foreword.engine_client.messages import (

@@ -9,7 +9,7 @@ from foreword.core.outputs import Event, StepStats
 from foreword.core.readiness import ReplicaState
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
-from foreword.engine_client.resume import InflightRequest
+from foreword.engine_client.inflight_request import InflightRequest
 from foreword.engine_client.routing import BlockIndex
 
 

@@ -11,7 +11,7 @@ from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import PendingCalls, is_last
-from foreword.engine_client.connection import EngineProcess, SendFailed
+from foreword.engine_client.engine_process import EngineProcess, SendFailed
 from foreword.engine_client.messages import AddImage, DropImage, RemoveRequest
 from foreword.errors import EngineDead, RequestFailed
 

@@ -19,7 +19,7 @@ from foreword.checkpoint import model_names, resolve_paths
 from foreword.config.models_file import ModelEntry, ModelsConfig, models_config, read_models
 from foreword.config.options import Config
 from foreword.config.units import parse_bytes, parse_duration, parse_tokens
-from foreword.engine_client.connection import EngineProcess
+from foreword.engine_client.engine_process import EngineProcess
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.messages import DescribeModels, ModelDescriptions

@@ -11,7 +11,7 @@ from typing import Final
 
 from llguidance import LLParserLimits
 
-# Text of a constraint; core.structured limits its size in bytes.
+# Text of a constraint; core.structured_output limits its size in bytes.
 MAX_NESTING: Final = 100  # nested brackets
 MAX_PROPERTIES: Final = 10_000  # keywords, values and names of a schema
 MAX_CHOICES: Final = 10_000  # texts of a choice, values of an enum

@@ -1,4 +1,4 @@
-"""The grammar of one request: implements `core.structured.RequestGrammar` with llguidance."""
+"""The grammar of one request: implements `core.structured_output.RequestGrammar` with llguidance."""
 
 from __future__ import annotations
 

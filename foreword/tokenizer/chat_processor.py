@@ -25,7 +25,7 @@ from foreword.multimodal.image_loader import ImageLoader
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
-from foreword.tokenizer.answer_cache import AnswerTokenCache
+from foreword.tokenizer.answer_token_cache import AnswerTokenCache
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.messages import extract_images

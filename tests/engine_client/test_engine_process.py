@@ -1,112 +1,90 @@
-"""The engine process: messages of its client, and a start that fails."""
+"""Messages between the client and an engine process: framing, order, and the end."""
 
 from __future__ import annotations
 
-import errno
-import logging
-import re
-import subprocess
-import sys
-from multiprocessing import Pipe
-from types import SimpleNamespace
+import asyncio
+import pickle
+import socket
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from foreword.config.options import Config
-from foreword.core.structured_output import Vocabulary
-from foreword.engine_client import engine_process
-from foreword.engine_client.engine_process import _handle
+from foreword.engine_client import engine_process as connection
+from foreword.engine_client.engine_process import EngineProcess
 from foreword.engine_client.heartbeat import HeartbeatPage
-from foreword.engine_client.messages import (
-    AddImage,
-    DropImage,
-    EngineStartFailed,
-    Init,
-    LoadAdapter,
-    RemoveRequest,
-)
-from foreword.errors import CheckpointError, ConfigError, RequestFailed
+from tests.support.waiting import WAIT_S
+
+MESSAGES = ["", b"x" * 100_000, {"a": [1, 2]}, b"y" * (connection.READ_BYTES + 1), "end"]
 
 
-def test_finish_and_abort_reach_the_engine() -> None:
-    received: list[tuple[str, int | None]] = []
-    engine: Any = SimpleNamespace(remove=lambda *removed: received.append(removed))
-    with HeartbeatPage.create() as page:
-        for message in (RemoveRequest("a", 5), RemoveRequest("b", None)):
-            _handle(engine, message, page)
-    assert received == [("a", 5), ("b", None)]
+class Link:
+    """A process' client side, with this test as the engine."""
 
-
-def test_vocabulary_is_blamed_on_its_request() -> None:
-    noted: list[tuple[int, ...]] = []
-    with HeartbeatPage.create() as page:
-        engine: Any = SimpleNamespace(
-            num_submitted=7, set_vocabulary=lambda _: noted.append(page.busy_requests())
+    def __init__(self) -> None:
+        ours, self.engine = socket.socketpair()
+        self.received: list[Any] = []
+        self.heartbeat = HeartbeatPage.create()
+        self.process = EngineProcess(
+            0, ours, self.heartbeat, lambda _, message: self.received.append(message)
         )
-        _handle(engine, Vocabulary((), (), ()), page)
-    assert noted == [(7,)]
+
+    async def wait_received(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.received) < count:
+                await asyncio.sleep(0.001)
 
 
-def test_unforeseen_error_of_an_adapter_is_its_reply() -> None:
-    """Not the end of the engine and of all other requests."""
-
-    def load_adapter(path: str) -> None:
-        raise RuntimeError(f"{path}: can't allocate memory")
-
-    engine: Any = SimpleNamespace(num_submitted=0, load_adapter=load_adapter)
-    with HeartbeatPage.create() as page:
-        reply = _handle(engine, LoadAdapter(3, "a"), page)
-    assert reply is not None and reply.call == 3 and isinstance(reply.result, RequestFailed)
-    assert "a: can't allocate memory" in reply.result.message
-
-
-def test_worker_stores_pixels_and_blames_the_next_request() -> None:
-    kept: dict[bytes, bytes] = {}
-    encoder = SimpleNamespace(add_pixels=kept.__setitem__, drop_pixels=kept.pop)
-    with HeartbeatPage.create() as heartbeat:
-        engine: Any = SimpleNamespace(num_submitted=7, encoder=encoder)
-        _handle(engine, AddImage(b"a", b"abc"), heartbeat)
-        assert kept == {b"a": b"abc"} and heartbeat.busy_requests() == (7,), "the next request is blamed"
-        _handle(engine, DropImage(b"a"), heartbeat)
-        assert not kept and heartbeat.busy_requests() == ()
+@pytest_asyncio.fixture
+async def link() -> AsyncIterator[Link]:
+    link = Link()
+    yield link
+    link.engine.close()
+    async with asyncio.timeout(WAIT_S):
+        await link.process.exited.wait()
+    link.process._outbox.put(None)
+    await asyncio.to_thread(link.process._writer.join)
+    link.process._socket.close()
+    link.heartbeat.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device", "/x/t"), "start: /x/t: No space left on device"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "start: out of memory"),
-        (MemoryError(), "start: out of memory"),
-        (CheckpointError("no weights"), "^no weights$"),
-    ],
-)
-@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_expected_start_error_is_one_line(
-    error: Exception,
-    message: str,
-    level: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_messages_arrive_in_order_before_the_end(link: Link) -> None:
+    with Connection(link.engine.detach()) as engine:
+        await asyncio.to_thread(lambda: [engine.send(message) for message in MESSAGES])
+    async with asyncio.timeout(WAIT_S):
+        await link.process.exited.wait()
+    assert link.received == MESSAGES
+
+
+async def test_message_may_arrive_in_any_pieces(link: Link) -> None:
+    data = pickle.dumps("text")
+    frame = connection.LENGTH.pack(len(data)) + data
+    long_head = connection.LENGTH.pack(connection.LONG_MESSAGE) + connection.LONG_LENGTH.pack(len(data))
+    for byte in frame + long_head + data + frame[:-1]:
+        link.engine.send(bytes((byte,)))
+        await asyncio.sleep(0)
+    await link.wait_received(2)
+    assert link.received == ["text", "text"]
+
+
+@pytest.mark.parametrize("max_short_bytes", [connection.MAX_SHORT_BYTES, 1000])
+async def test_engine_reads_what_is_sent(
+    link: Link, max_short_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client reports it; only level debug logs a traceback."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(engine_process, "load", fail)
-    monkeypatch.setattr(engine_process, "set_up_logging", lambda *_: None)
-    caplog.set_level(level, "foreword")
-    client, engine = Pipe()
-    client.send(Init(Config(), ()))
-    page: Any = SimpleNamespace(start=lambda: None)
-    assert engine_process._run(engine, page, lambda engine: None) == 1
-    failure = client.recv()
-    assert isinstance(failure, EngineStartFailed) and isinstance(failure.error, ConfigError | CheckpointError)
-    assert re.search(message, str(failure.error))
-    assert [bool(record.exc_info) for record in caplog.records] == [True] * (level == logging.DEBUG)
+    monkeypatch.setattr(connection, "MAX_SHORT_BYTES", max_short_bytes)
+    for message in MESSAGES:
+        link.process.send(message)
+    engine = Connection(link.engine.fileno())
+    try:
+        assert await asyncio.to_thread(lambda: [engine.recv() for _ in MESSAGES]) == MESSAGES
+    finally:
+        engine._handle = None  # type: ignore[attr-defined]  # the socket owns the descriptor
 
 
-def test_client_does_not_import_torch() -> None:
-    code = "import sys, foreword.engine_client.make_client; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+async def test_unreadable_message_is_the_end(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+    link.engine.send(connection.LENGTH.pack(3) + b"???")
+    async with asyncio.timeout(WAIT_S):
+        await link.process.exited.wait()
+    assert not link.received and "cannot be unpickled" in caplog.text

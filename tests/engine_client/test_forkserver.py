@@ -137,7 +137,7 @@ async def test_failed_import_is_a_config_error() -> None:
 @pytest.mark.full
 async def test_engine_imports_start_no_threads() -> None:
     """A fork needs a process with one thread, also after the import of torch."""
-    code = "import foreword.engine_client.engine_process, os; print(len(os.listdir('/proc/self/task')))"
+    code = "import foreword.engine_client.engine_main, os; print(len(os.listdir('/proc/self/task')))"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, env=environment, stdout=asyncio.subprocess.PIPE

@@ -122,7 +122,7 @@ async def test_requests_wait_longer_than_the_replica_timeout(
     client: EngineRouter, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is restarted, however long it takes. A stopped fork server starts none."""
-    monkeypatch.setattr("foreword.engine_client.connection.EXIT_CODE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("foreword.engine_client.engine_process.EXIT_CODE_TIMEOUT_S", 1000.0)
     monkeypatch.setattr("foreword.engine_client.forkserver.FORK_TIMEOUT_S", 1000.0)
     fork_server = process_of(client)._fork_server._process
     assert fork_server is not None
@@ -322,7 +322,7 @@ async def test_dead_fork_server_is_replaced(client: EngineRouter, undisturbed: d
 async def test_stopped_fork_server_is_replaced(
     client: EngineRouter, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("foreword.engine_client.engine_process.EXIT_TIMEOUT_S", 1000.0)
     monkeypatch.setattr("foreword.engine_client.forkserver.FORK_TIMEOUT_S", 1000.0)
     fork_server = process_of(client)._fork_server._process
     assert fork_server is not None
@@ -356,7 +356,7 @@ async def test_close_does_not_wait_for_a_hung_engine(
     checkpoint: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """With a heartbeat close() waits for the step, until skip_drain()."""
-    monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("foreword.engine_client.engine_process.EXIT_TIMEOUT_S", 1000.0)
     client = make_client(checkpoint, fork_server)
     await client.start()
     stream = client.submit(kind_request(f"{fault}-3-x"))
@@ -458,7 +458,7 @@ async def test_queued_grammars_do_not_delay_close(
     checkpoint: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With minutes of compilation queued, the process exits by itself."""
-    monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 40.0)
+    monkeypatch.setattr("foreword.engine_client.engine_process.EXIT_TIMEOUT_S", 40.0)
     client = make_client(checkpoint, fork_server)
     await client.start()
     sampled = kind_request("")

@@ -15,7 +15,7 @@ from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, Toke
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
-from foreword.engine_client.connection import SendFailed
+from foreword.engine_client.engine_process import SendFailed
 from foreword.engine_client.messages import AddImage, DropImage, RemoveRequest
 from foreword.engine_client.session import ProcessSession
 from foreword.errors import EngineDead, RequestFailed

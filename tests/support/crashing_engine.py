@@ -20,7 +20,7 @@ from foreword.core.outputs import StepOutput
 from foreword.core.request import RequestState
 from foreword.engine.encoder_cache import FeatureKey
 from foreword.engine.engine import Engine
-from foreword.engine_client import engine_process as worker
+from foreword.engine_client import engine_main as worker
 
 STEP_S: Final = 0.002
 

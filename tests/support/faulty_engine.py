@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from foreword.engine.engine import Engine
-from foreword.engine_client import engine_process as worker
+from foreword.engine_client import engine_main as worker
 from tests.support.fault_injection import Fault, FaultInjector
 
 FAULTS_VARIABLE: Final = "FOREWORD_TEST_FAULTS"

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from foreword.engine.engine import Engine
-from foreword.engine_client import engine_process as worker
+from foreword.engine_client import engine_main as worker
 
 
 def main(fd: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from foreword.engine_client import engine_process as worker
+from foreword.engine_client import engine_main as worker
 
 
 def main(fd: int) -> int:

@@ -11,7 +11,7 @@ from foreword.core.outputs import DraftResult, ErrorEvent, TokenEvent, TokenLogp
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.engine_client.resume import REPLAY_CHECK_TOKENS, InflightRequest
+from foreword.engine_client.inflight_request import REPLAY_CHECK_TOKENS, InflightRequest
 from foreword.errors import RequestFailed
 
 LENGTH = 20  # tokens of every answer

@@ -13,7 +13,7 @@ from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.tokenizer.answer_cache import AnswerTokenCache
+from foreword.tokenizer.answer_token_cache import AnswerTokenCache
 from foreword.tokenizer.chat_processor import ChatInputProcessor, ChatTask
 from foreword.tokenizer.output_processor import ChoiceOutput
 from foreword.tokenizer.tokenizer import Tokenizer
