@@ -56,7 +56,7 @@ def loop(model: str, base: str, stream: bool = False) -> dict[str, Any]:
 
 report(
     text=litellm.completion(messages=USER, **options).choices[0].message.content,
-    stream="".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+    stream="".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices),
     usage=chunks[-1].usage.completion_tokens,
     completion=litellm.text_completion(
         **{**options, "model": f"text-completion-openai/{MODEL}"}, prompt=STORY
