@@ -466,7 +466,7 @@ def test_answer_goes_on_when_the_engine_is_killed(open_page: Open, demo: Running
     page = open_page(demo)
     page.send_long(700)
     restarts = demo.http.get("/health").json()["restarts"]
-    os.kill(demo.client.pid, signal.SIGKILL)
+    os.kill(demo.client.pids[""], signal.SIGKILL)
     assert page.locator(".answer.streaming").count() == 1, "killed in mid-stream"
     page.wait_done()
     wait_until(lambda: demo.http.get("/health").json()["restarts"] == restarts + 1)
