@@ -57,7 +57,8 @@ def ask(http: httpx.Client, url: str, key: str, number: int) -> Usage:
             with claude.messages.stream(model="demo", messages=USER, max_tokens=MAX_TOKENS) as stream:  # type: ignore[arg-type]
                 message = stream.get_final_message().usage
             cached = message.cache_read_input_tokens or 0
-            return Usage(1, message.input_tokens + cached, cached, message.output_tokens)
+            num_prompt = message.input_tokens + cached + (message.cache_creation_input_tokens or 0)
+            return Usage(1, num_prompt, cached, message.output_tokens)
     path, body = (
         ("/v1/chat/completions", {"messages": USER, "max_tokens": MAX_TOKENS, "stop": ["the"]}),
         ("/v1/completions", {"prompt": [name, "Foreword"], "n": 2, "max_tokens": MAX_TOKENS}),
