@@ -28,7 +28,7 @@ from tests.support.triton_interpreter import IS_INTERPRETED, program_order
 from tests.support.triton_sample_rows import assert_same, random_few_rows
 
 FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from(
-    [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45]
+    [0.0, -0.0, math.inf, -math.inf, 2.0**-149, -(2.0**-149)]
 )
 
 
