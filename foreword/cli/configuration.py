@@ -7,6 +7,7 @@ of other servers are answered with ours (`foreword/config/foreign_flags.py`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -76,11 +77,12 @@ def read_log_format(words: Sequence[str], environ: Mapping[str, str] = os.enviro
     parser.add_argument("--config", nargs="?", default=environ.get(PREFIX + "CONFIG"))
     given, _ = parser.parse_known_args(words)
     if not given.log_format and given.config:
-        try:
-            options = yaml.load(Path(given.config).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        root = None
+        with contextlib.suppress(ConfigError):  # read_config() reports it
+            root = compose_yaml("config file", Path(given.config))
+        if isinstance(root, yaml.MappingNode):
+            options = {str(key.value): value.value for key, value in root.value}
             given.log_format = options.get("log-format", options.get("log_format"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError):
-            pass  # read_config() reports it
     return "json" if given.log_format == "json" else "text"
 
 

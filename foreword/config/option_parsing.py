@@ -43,6 +43,20 @@ def parse_option(source: str, type_name: str, text: str) -> Any:
         raise ConfigError(f"{source} must be {KIND_NAMES[type_name]}, got {text!r}{hint}", source) from None
 
 
+class _BoundedLoader(yaml.BaseLoader):
+    """Refuses deep nesting, which costs seconds until Python's own limit of recursion ends it."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_NESTING:
+            raise yaml.YAMLError(f"it nests more than {MAX_NESTING} lists and mappings")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def compose_yaml(kind: str, path: Path) -> yaml.Node | None:
     """The root of a YAML file, whose scalars are texts: YAML's own `off` would be a boolean.
 
@@ -50,25 +64,12 @@ def compose_yaml(kind: str, path: Path) -> yaml.Node | None:
     """
     param = kind.partition(" ")[0]
     try:
-        text = path.read_text(encoding="utf-8")
-        if _is_deeper(text, MAX_NESTING):
-            raise ConfigError(f"{kind} {path} nests more than {MAX_NESTING} lists and mappings", param)
-        root: yaml.Node | None = yaml.compose(text, Loader=yaml.BaseLoader)
+        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=_BoundedLoader)
     except OSError as error:
         raise ConfigError(f"{kind} {path}: {error.strerror or error}", param) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{kind} {path} is not YAML: {' '.join(str(error).split())}", param) from None
     return None if root is None or root.value == "" else root
-
-
-def _is_deeper(text: str, limit: int) -> bool:
-    """Whether YAML nests beyond the limit: compose() recurses, and takes seconds to meet Python's limit."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.BaseLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > limit:
-            return True
-    return False
 
 
 def items_of(file: str, node: yaml.Node, content: str) -> Iterator[tuple[str, str, yaml.Node]]:

@@ -319,7 +319,7 @@ class EngineRouter:
 
     def _on_crash(self, replica: RouterReplica, sent_ids: Collection[str]) -> bool:
         """Find out who is to blame; the requests of the replica leave it next."""
-        busy = [routed for sent_id, routed in replica.requests.items() if sent_id in sent_ids]  # by arrival
+        busy = [routed for sent_id, routed in replica.requests.items() if sent_id in sent_ids]  # oldest first
         for routed in busy:
             routed.inflight.has_run = True
         busy_ids = [routed.id for routed in busy]
