@@ -145,7 +145,7 @@ class ModelManager:
         if self._alone is not None:
             await asyncio.shield(self._first_load)
 
-    # Of a pinned model that is alone: see HasHealth
+    # HasHealth: the health of a pinned model that is alone
 
     @property
     def alone(self) -> LoadedModel | None:
