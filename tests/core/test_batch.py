@@ -1,17 +1,9 @@
-"""build_batch() and its row layout; upload()."""
+"""build_batch() and its row layout."""
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from foreword.core.batch import Chunk, build_batch, request_index_of, upload
-from tests.support.device import DEVICE
-from tests.support.fake_cuda import FakeCuda
-
-CUDA = torch.device("cuda")
-on_fake_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
+from foreword.core.batch import Chunk, build_batch, request_index_of
 
 
 def test_build_batch_lays_out_chunks() -> None:
@@ -43,34 +35,3 @@ def test_request_index_of_each_row(row_tile: int) -> None:
     assert batch.request_index.tolist() == [0, 0, 0, 1, 2, 2] + [3] * (row_tile == 8) * 2
     assert torch.equal(request_index_of(build_batch(chunks, 4, row_tile, "cpu")), batch.request_index)
     assert batch.mrope_positions.shape == (len(batch.token_ids), 3)
-
-
-@on_fake_gpu
-def test_upload_keeps_values_types_and_shapes() -> None:
-    arrays = [
-        np.array([1, -(1 << 63)]),
-        np.array([True, False, True]),
-        np.zeros(0, np.float32),
-        np.array([[0.1, -np.inf]]),
-        np.arange(5, dtype=np.int32),
-    ]
-    with FakeCuda() as gpu:
-        there = upload(arrays, CUDA)
-        assert gpu.counts == {"upload": 1}
-        for array, tensor in zip(arrays, there, strict=True):
-            assert tensor.device.type == "cuda" and tensor.storage_offset() * tensor.itemsize % 16 == 0
-            expected = torch.from_numpy(array)
-            assert tensor.dtype == expected.dtype and torch.equal(tensor.cpu(), expected)
-        assert not gpu.refused
-
-
-@on_fake_gpu
-@given(shapes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), min_size=1, max_size=6))
-def test_upload_aligns_tensors_without_overlap(shapes: list[list[int]]) -> None:
-    """No overlap, and each tensor starts at an aligned address."""
-    columns = [np.arange(int(np.prod(shape))).reshape(shape) + 100 * n for n, shape in enumerate(shapes)]
-    with FakeCuda():
-        views = upload(columns, CUDA)
-        for view, column in zip(views, columns, strict=True):
-            assert view.storage_offset() % 2 == 0
-            assert np.array_equal(view.cpu().numpy(), column)
