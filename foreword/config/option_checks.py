@@ -17,6 +17,7 @@ MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MIN_ENGINE_KEY_CHARS = 16
 URL_PATTERN = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[\w.-]+)(:\d{1,5})?(/[\w./~-]*)?", re.ASCII)
+HOST_PATTERN = re.compile(r"\*|(\*?\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 
 
@@ -54,6 +55,13 @@ def check_options(config: Config) -> None:
             f"root_path must be like /llm, without a / at its end, got {config.root_path!r:.200}",
             "root_path",
         )
+    for host in filter(None, map(str.strip, config.allowed_hosts.split(","))):
+        if not HOST_PATTERN.fullmatch(host):
+            raise ConfigError(
+                "allowed_hosts must be names without scheme and port, such as ai.example.com, "
+                f"got {host!r:.200}",
+                "allowed_hosts",
+            )
     config.served_names()
     _check_replicas(config)
     _check_lora(config)

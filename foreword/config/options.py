@@ -455,6 +455,12 @@ class Config:
         limits=(0, 86_400),
     )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
+    allowed_hosts: str = option(
+        "",
+        "names besides --host under which clients reach a server without keys, comma-separated, such as "
+        "ai.example.com or .example.com for all subdomains; addresses and local names always are; * for all",
+        group="server",
+    )
     max_body_mb: int = option(32, "maximum size of a request body in MB", group="server", limits=(1, 1024))
     response_store_mb: int = option(
         64,

@@ -21,6 +21,7 @@ from foreword.server.apis.embeddings import routes as embeddings
 from foreword.server.apis.messages import routes as messages
 from foreword.server.apis.ranking import routes as ranking
 from foreword.server.apis.responses import routes as responses
+from foreword.server.auth.browser_guard import BrowserGuard, split_origins
 from foreword.server.auth.keys import AuthenticationMiddleware
 from foreword.server.drain import DrainMiddleware, DrainState
 from foreword.server.health import Health
@@ -90,6 +91,7 @@ def create_app(models: ServedModels, health: Health, drain: DrainState, request_
         lifespan=_lifespan,
         servers=servers,
         telemetry=NO_TELEMETRY,
+        strict_content_type=True,  # a page of another site sends JSON as text/plain, or without a type
     )
     app.state.models = models
     app.state.request_log = request_log
@@ -114,11 +116,15 @@ def _add_middleware(app: FastAPI, models: ServedModels, drain: DrainState, reque
     app.add_middleware(HeldModelsMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
     app.add_middleware(AdmissionMiddleware, admission=models.admission)
-    app.add_middleware(AuthenticationMiddleware, keys=models.keyring, on_refusal=on_refusal)
+    app.add_middleware(
+        AuthenticationMiddleware,
+        keys=models.keyring,
+        browser_guard=BrowserGuard(config),
+        on_refusal=on_refusal,
+    )
     app.add_middleware(DrainMiddleware, drain=drain, on_refusal=on_refusal)
     app.add_middleware(ServerErrorMiddleware)
-    origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
-    if origins:
+    if origins := split_origins(config):
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,

@@ -17,6 +17,7 @@ from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, Unauthorized
+from foreword.server.auth.browser_guard import BrowserGuard
 from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_key, read_key_file
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
 from foreword.server.auth.usage_log import UsageLog
@@ -257,11 +258,17 @@ def key_from_headers(headers: RawHeaders) -> bytes | None:
 
 
 class AuthenticationMiddleware:
-    """Refuses clients without a valid key; `request.state.access` holds the permissions of the others."""
+    """Refuses clients without a valid key, or without keys web pages of others.
 
-    def __init__(self, app: ASGIApp, keys: Keyring, on_refusal: Callable[[str], None]) -> None:
+    `request.state.access` holds the permissions of all other clients.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keyring, browser_guard: BrowserGuard, on_refusal: Callable[[str], None]
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._browser_guard = browser_guard
         self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -270,9 +277,13 @@ class AuthenticationMiddleware:
                 if self._keys.has_engine_key and scope["path"].startswith(ENGINE_PREFIX):
                     self._keys.check_engine_key(key_from_headers(scope["headers"]))
                 else:
-                    secret = None if self._keys.is_open else key_from_headers(scope["headers"])
+                    secret = None
+                    if self._keys.is_open:
+                        self._browser_guard.check(scope)
+                    else:
+                        secret = key_from_headers(scope["headers"])
                     scope.setdefault("state", {})["access"] = self._keys.identify(secret)
             except ForewordError as error:
-                self._on_refusal("unauthorized")
+                self._on_refusal("forbidden" if isinstance(error, Forbidden) else "unauthorized")
                 return await error_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)
