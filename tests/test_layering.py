@@ -233,6 +233,7 @@ SHARED_BEHAVIOUR = {
     "benchmarks": {"imports"},
     "cli": {"replica_urls"},
     "clients": {"clients"},
+    "core": {"upload"},  # needs Triton, unlike the tests of batch.py
     "demo": {"bundle", "training", "vision", "vision_training"},
     "embedding": {"models"},
     "engine": {"draft_encoder", "faults", "grammar"},
