@@ -18,8 +18,8 @@ from benchmarks.fuzz_mutate import change_json
 from benchmarks.fuzz_targets import FuzzTarget
 from foreword.errors import CheckpointError, InvalidRequest, Overloaded
 from foreword.multimodal.decode import ImageError, decode
-from foreword.multimodal.decode_pool import ImageDecodePool
 from foreword.multimodal.fetch import Fetcher
+from foreword.multimodal.image_loader import ImageLoader
 from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 from foreword.multimodal.llava_processor import LlavaNextProcessor
@@ -55,7 +55,7 @@ def _image_target() -> FuzzTarget:
 
 def _image_worker_target() -> FuzzTarget:
     """The same in a worker, as in a server: its parent survives any crash."""
-    workers = ImageDecodePool(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
+    workers = ImageLoader(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
 
     def run(data: bytes, folder: Path) -> None:
         workers.preprocess(data, "x")

@@ -19,7 +19,7 @@ from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lin
 from foreword.checkpoint import read_tokenizer
 from foreword.cli.configuration import read_config
 from foreword.core.structured_output import StructuredOutput, Vocabulary
-from foreword.embedding.encoder_loader import load_encoder
+from foreword.embedding.local import load_encoder
 from foreword.embedding.sentence_transformers import read_pooling_config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
 from foreword.grammar.check import GrammarChecker

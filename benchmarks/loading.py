@@ -40,7 +40,7 @@ from foreword.bench.tables import print_table
 from foreword.core.params import SamplingParams
 from foreword.llm import LLM
 from foreword.planning.memory import format_bytes
-from foreword.utils.hugepages import CHUNK_BYTES, HugePages
+from foreword.utils.mapped_memory import CHUNK_BYTES, HugePages
 from tests.support.gguf_files import write_byte_level
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 28, 4096, 12288, 32, 8, 128, 151_936

@@ -43,7 +43,7 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient
 from foreword.engine_client.make_client import make_engine_client
-from foreword.engine_client.routing import ReplicaLoad, RoutingPolicy, choose
+from foreword.engine_client.replica import ReplicaLoad, RoutingPolicy, choose
 from foreword.kv_cache.prefix_cache import extend_hashes
 
 ALONE, ROUTED = "alone", "routed"

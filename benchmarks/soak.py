@@ -47,7 +47,7 @@ from foreword.cli.flags import ENGINE_GROUPS, add_config_options
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import Speculation
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 
 SHORT_MODE = Mode("at most two", speculation=Speculation(max_draft_tokens=2))
 SAMPLED_SHARE = 0.8  # temperature of every other request

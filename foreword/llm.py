@@ -36,8 +36,7 @@ from foreword.core.request import Request
 from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
-from foreword.engine_client.local import LocalClient
-from foreword.engine_client.local_adapters import LocalAdapters, LoraInput
+from foreword.engine_client.local import LocalAdapters, LocalClient, LoraInput, defer_interrupt
 from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
@@ -58,13 +57,10 @@ from foreword.tokenizer.input_processor import (
     make_requests,
 )
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
-from foreword.utils.interrupt import defer_interrupt
 
 MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
-
 logger = logging.getLogger("foreword")
-
 PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 EmbedInput = str | Sequence[int]

@@ -90,7 +90,7 @@ FULL_ONLY = {
     "kernels/triton",
     "weights/test_dummy_weights.py",
     "models/vision/test_qwen_bits.py",
-    "multimodal/test_decode_pool.py",
+    "multimodal/test_image_loader_workers.py",
     "sampling/test_sampler_transfers.py",
     "server/test_admin.py",
     "server/test_embedding_servers.py",

@@ -29,7 +29,7 @@ from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.model_loader import VISION_MODELS
-from foreword.server.app import ROUTES
+from foreword.server.app import ROUTERS
 from tests.support.waiting import WAIT_S
 from tests.test_layering import ALLOWED
 
@@ -157,8 +157,8 @@ def test_every_route_is_documented() -> None:
     written = {cells[0] for cells in table(DOCS / "serving.md", "route")}
     offered = {
         f"`{method} {route.path.replace(':path', '')}`"
-        for module in ROUTES
-        for route in module.router.routes
+        for router in ROUTERS
+        for route in router.routes
         for method in route.methods - {"HEAD"}
     }
     assert written == offered | {"`GET /openapi.json`"}

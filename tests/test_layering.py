@@ -103,7 +103,6 @@ ALLOWED = {
         "embedding.sentence_transformers",
         "embedding.vectors",
         "engine_client.local",
-        "engine_client.local_adapters",
         "errors",
         "grammar.check",
         "metrics",

@@ -26,7 +26,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput

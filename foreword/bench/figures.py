@@ -15,7 +15,7 @@ from typing import Any
 from foreword.bench.measurement import BenchRepetition, PairedRun, RequestResult
 from foreword.bench.statistics import Ratio, geometric_mean, geometric_mean_ratio, percentile
 from foreword.core.outputs import DraftingStats
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 
 TAIL = 99  # percent
 

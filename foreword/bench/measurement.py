@@ -21,7 +21,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import DraftingStats
 from foreword.core.params import Speculation
 from foreword.demo import DEFAULT_MODEL
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 
 # Engines: the measured one, one with fixed draft lengths, one started without speculation.
 ADAPTIVE, FIXED, PLAIN = "adaptive", "fixed", "plain"

@@ -20,7 +20,7 @@ from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, toke
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 from foreword.metrics.definitions import PREFIX
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 from foreword.tokenizer.generation_config import DEFAULTED_FIELDS
 
 # By metric, drafter or stage, and position in the draft ("" for none).

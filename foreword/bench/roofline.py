@@ -9,7 +9,7 @@ import torch
 
 from foreword.bench.statistics import time_call
 from foreword.kernels.cpu.library import ISAS, load_library
-from foreword.utils.hugepages import HugePages
+from foreword.utils.mapped_memory import HugePages
 
 PEAK_TYPES = ("float32", "bfloat16", "int8", "int4")  # enum PeakType in csrc/common/peak_flops.cpp
 FIRST_ROUNDS, LOOP_S = 1 << 14, 0.01

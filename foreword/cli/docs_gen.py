@@ -19,7 +19,7 @@ from foreword.config.speculative_config import IGNORED_SPECULATIVE_FIELDS
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
 from foreword.server.apis import ignored_fields
-from foreword.server.apis.descriptions import descriptions
+from foreword.server.apis.body import descriptions
 
 FLAGS_HEADER = """# Flags
 

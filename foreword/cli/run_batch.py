@@ -40,8 +40,7 @@ from foreword.errors import ConfigError, EngineDead, ModelLoadFailed
 from foreword.fleet.memory import plan_server
 from foreword.fleet.model_manager import ModelManager
 from foreword.server.app import create_app
-from foreword.server.drain import DrainState
-from foreword.server.health import Health
+from foreword.server.health import DrainState, Health
 from foreword.server.http.request_log import open_request_log
 
 SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone

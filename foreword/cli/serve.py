@@ -32,8 +32,7 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.fleet.memory import FleetPlan, plan_server
 from foreword.fleet.model_manager import ModelManager
 from foreword.server.app import SwappableApp, create_app, loading_app
-from foreword.server.drain import DrainState
-from foreword.server.health import Health
+from foreword.server.health import DrainState, Health
 from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import open_request_log
 

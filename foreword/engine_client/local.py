@@ -1,27 +1,32 @@
-"""An engine in the caller's process and thread."""
+"""An engine in the caller's process and thread, and the LoRA adapters within its slots."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-from foreword.config.lora import AdapterInfo
+from foreword.config.lora import AdapterInfo, LoRARequest
 from foreword.config.options import Config
 from foreword.core.outputs import StepReport
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
+from foreword.errors import AdapterConflict, InvalidRequest
 from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 HANG_NOTICE_S = 5.0
+LoraInput = str | LoRARequest  # a name of `lora_modules`, or an adapter by its path
 
 
 class LocalClient:
@@ -106,3 +111,76 @@ class _PluginWatch:
             place = f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
             text = "engine: in the code of drafter %s for %.0f s%s; only the end of this process ends it"
             logger.error(text, call[0], time.monotonic() - call[1], place)
+
+
+class LocalAdapters:
+    """Loads adapters on first use. Those of paths give way, the least recently used first."""
+
+    def __init__(self, client: LocalClient, names: Sequence[str]) -> None:
+        """names  of the adapters that the engine was started with; these stay"""
+        self._client = client
+        self._pinned = frozenset(info.digest for info in client.info.adapters)
+        # By name, or by path; the last was used most recently.
+        self._adapters: dict[str, AdapterInfo] = dict(zip(names, client.info.adapters, strict=True))
+
+    def load(self, adapters: Sequence[LoraInput | None]) -> list[str]:
+        """Digests, empty for the base model. Adapters of one call are in memory together.
+
+        Raises InvalidRequest for an unknown name, AdapterConflict for more adapters than slots.
+        """
+        needed: list[str] = []
+        for adapter in adapters:
+            needed.append("" if adapter is None else self._load(adapter, needed))
+        return needed
+
+    def _load(self, adapter: LoraInput, needed: Sequence[str]) -> str:
+        request = LoRARequest(adapter) if isinstance(adapter, str) else adapter
+        key = request.lora_path or request.lora_name
+        if key not in self._adapters and not request.lora_path:
+            names = ", ".join(sorted(self._adapters)) or "none"
+            raise InvalidRequest(
+                f"no adapter is named {key!r:.200}; loaded: {names}; lora_path loads another", "lora_request"
+            )
+        info = self._adapters.pop(key, None)
+        while info is None:
+            try:
+                info = self._client.load_adapter(request.lora_path)
+            except AdapterConflict:
+                self._evict(needed)
+        self._adapters[key] = info
+        return info.digest
+
+    def _evict(self, needed: Sequence[str]) -> None:
+        """Unload the adapter of a path that was not used for longest. Raises AdapterConflict."""
+        for oldest in self._adapters.values():
+            if oldest.digest not in self._pinned and oldest.digest not in needed:
+                self._client.unload_adapter(oldest.digest)
+                self._adapters = {  # also its other paths
+                    key: info for key, info in self._adapters.items() if info.digest != oldest.digest
+                }
+                return
+        limit = self._client.info.resolved.max_loras
+        raise AdapterConflict(f"more adapters are needed at a time than --max-loras {limit}", "lora_request")
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block. The second Ctrl-C is not delayed: the block may hang."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frames:
+            handler(number, frame)
+        frames.append(frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if frames:
+        handler(signal.SIGINT, frames[0])

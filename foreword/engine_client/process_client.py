@@ -21,7 +21,7 @@ from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
 from foreword.engine_client.crash_policy import RestartPolicy
-from foreword.engine_client.engine_process import EngineProcess, SendFailed
+from foreword.engine_client.engine_process import EngineProcess, ProcessSession, SendFailed
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
 from foreword.engine_client.messages import (
@@ -35,7 +35,6 @@ from foreword.engine_client.messages import (
     SetThreads,
     UnloadAdapter,
 )
-from foreword.engine_client.session import ProcessSession
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
 from foreword.speculation.draft_length.cost_model import MeasuredCosts

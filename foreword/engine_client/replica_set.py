@@ -14,8 +14,14 @@ from foreword.config.lora import AdapterInfo
 from foreword.core.outputs import StepStats
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.engine_client.base import ReplicaClient
-from foreword.engine_client.replica import RoutedRequest, RouterReplica, with_ages
-from foreword.engine_client.routing import ReplicaLoad, RoutingPolicy, choose
+from foreword.engine_client.replica import (
+    ReplicaLoad,
+    RoutedRequest,
+    RouterReplica,
+    RoutingPolicy,
+    choose,
+    with_ages,
+)
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError
 from foreword.planning.resolve import EngineInfo
 from foreword.utils.logging import log_model

@@ -22,9 +22,8 @@ from foreword.core.request import Request, check_deadline
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient, is_last, iterate_events
 from foreword.engine_client.crash_policy import CrashSuspects, crash_error
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.replica import RoutedRequest, RouterReplica
+from foreword.engine_client.replica import RoutedRequest, RouterReplica, RoutingPolicy
 from foreword.engine_client.replica_set import ReplicaSet
-from foreword.engine_client.routing import RoutingPolicy
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 from foreword.planning.resolve import EngineInfo

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import KVLayer
-from foreword.utils.hugepages import HugePages
+from foreword.utils.mapped_memory import HugePages
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 

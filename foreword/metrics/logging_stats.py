@@ -10,8 +10,7 @@ from typing import Any
 from foreword.core.outputs import StepStats, TokenEvent
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.metrics.request_stats import RequestProgress
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import RequestProgress, SpecDecodeStats
 
 logger = logging.getLogger("foreword.metrics")
 

@@ -23,8 +23,13 @@ from foreword.metrics.definitions import (
     STEP_STAGES,
 )
 from foreword.metrics.prometheus import MetricsRegistry
-from foreword.metrics.request_stats import AnswerMetrics, ChoiceStats, RequestProgress, summarize_choices
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import (
+    AnswerMetrics,
+    ChoiceStats,
+    RequestProgress,
+    SpecDecodeStats,
+    summarize_choices,
+)
 from foreword.metrics.tracing import current_span
 
 Number = TypeVar("Number", int, float)

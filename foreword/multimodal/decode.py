@@ -1,4 +1,4 @@
-"""Decodes image files to RGB. Runs in the worker process of `multimodal.decode_pool`."""
+"""Decodes image files to RGB. Runs in the worker process of `multimodal.image_loader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker process of `multimodal.decode_pool`: decodes and preprocesses images.
+"""The worker process of `multimodal.image_loader`: decodes and preprocesses images.
 
 A job is two messages: SIZE or PIXELS, then a file. The reply is {"size": [height, width]} or {"reason": ...}.
 After the size come the pixels, for PIXELS only. For SIZE, the size is the header's, before EXIF rotation.

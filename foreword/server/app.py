@@ -15,55 +15,50 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foreword.config.options import Config
 from foreword.errors import ModelLoading
 from foreword.server.admission import AdmissionMiddleware
+from foreword.server.apis import completions, embeddings, ranking
 from foreword.server.apis.chat import routes as chat
-from foreword.server.apis.completions import routes as completions
-from foreword.server.apis.embeddings import routes as embeddings
 from foreword.server.apis.messages import routes as messages
-from foreword.server.apis.ranking import routes as ranking
 from foreword.server.apis.responses import routes as responses
 from foreword.server.auth.browser_guard import BrowserGuard, split_origins
 from foreword.server.auth.keys import AuthenticationMiddleware
-from foreword.server.drain import DrainMiddleware, DrainState
-from foreword.server.health import Health
-from foreword.server.http.early_stream import HeldModelsMiddleware
+from foreword.server.health import DrainMiddleware, DrainState, Health
 from foreword.server.http.errors import add_error_handlers, error_response
 from foreword.server.http.middleware import (
     BodyLimitMiddleware,
+    HeldModelsMiddleware,
     RootPathMiddleware,
     ServerErrorMiddleware,
 )
 from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, RouteTable
 from foreword.server.registry import ServedModels
-from foreword.server.routes import adapters, admin, engine_sessions, metrics, reload, replicas, tokenize, ui
-from foreword.server.routes import health as health_routes
+from foreword.server.routes import admin, engine_sessions, probes, replicas, tokenize, ui
 from foreword.server.routes import models as model_routes
 from foreword.utils.logging import log_model
 
-ROUTES = (
-    chat,
-    responses,
-    messages,
-    completions,
-    embeddings,
-    ranking,
-    tokenize,
-    health_routes,
-    model_routes,
-    metrics,
-    adapters,
-    admin,
-    reload,
-    ui,
+ROUTERS = (
+    chat.router,
+    responses.router,
+    messages.router,
+    completions.router,
+    embeddings.router,
+    ranking.router,
+    tokenize.router,
+    probes.health_router,
+    probes.router,
+    model_routes.router,
+    admin.router,
+    admin.admin_router,
+    ui.router,
 )
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SUGGESTED_PATHS = tuple(
     route.path
-    for module in ROUTES
-    for route in module.router.routes
+    for router in ROUTERS
+    for route in router.routes
     if isinstance(route, APIRoute) and route.include_in_schema
 )
 ROUTE_TABLE = RouteTable(
-    (route for module in (*ROUTES, engine_sessions, replicas) for route in module.router.routes),
+    (route for router in (*ROUTERS, engine_sessions.router, replicas.router) for route in router.routes),
     "/openapi.json",
 )
 # FastAPI's own telemetry quotes what clients send; older versions ignore this. Ours is metrics/tracing.py.
@@ -96,9 +91,9 @@ def create_app(models: ServedModels, health: Health, drain: DrainState, request_
     app.state.models = models
     app.state.request_log = request_log
     app.state.health = health
-    for module in ROUTES:
-        if module is not ui or models.config.ui:
-            app.include_router(module.router)
+    for router in ROUTERS:
+        if router is not ui.router or models.config.ui:
+            app.include_router(router)
     app.state.engine_sessions = None
     if any(model.config.remote_urls for model in models.models):
         app.include_router(replicas.router)
@@ -190,7 +185,7 @@ def loading_app(health: Health, config: Config, request_log: RequestLog) -> Fast
     """The application until the engine is ready: progress in /health, 503 for every route of the model."""
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_TELEMETRY)
     app.state.health = health
-    app.include_router(health_routes.router)
+    app.include_router(probes.health_router)
     if config.ui:
         app.include_router(ui.router)  # it shows the progress
     app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)

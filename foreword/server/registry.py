@@ -27,7 +27,7 @@ from foreword.server.apis.body import RequestBody, StrictModel, suggest_field
 from foreword.server.apis.responses.store import ResponseStore
 from foreword.server.auth.keys import KeyPermissions, Keyring
 from foreword.server.auth.usage_log import UsageLog
-from foreword.server.http.early_stream import EarlyStream
+from foreword.server.http.middleware import EarlyStream
 from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.loaded_model import Abortable, LoadedModel, count_forbidden
 from foreword.server.model_names import ModelNames

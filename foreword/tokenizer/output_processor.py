@@ -11,8 +11,7 @@ from foreword.chat_formats.events import CallEnd, CallStart, ChatEvent, ContentT
 from foreword.chat_formats.parser import ChatParser
 from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
-from foreword.tokenizer.detokenizer import Detokenizer
-from foreword.tokenizer.stop_strings import StopStrings
+from foreword.tokenizer.detokenizer import Detokenizer, StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
 
 Place = tuple[int, int | None]  # `offset` and `content_group` of TokenLogprobText

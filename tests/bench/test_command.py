@@ -12,7 +12,7 @@ from foreword.bench.engine import LocalEngine
 from foreword.bench.prompts import PromptExample
 from foreword.cli.main import main
 from foreword.config.options import Config
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 from tests.support.checkpoints import write_checkpoint
 
 PROMPTS = [{"kind": "a", "prompt": "the thing in the thing"}, {"kind": "b", "prompt": "on and on and on"}]

@@ -6,7 +6,7 @@ from foreword.bench.engine import drafting_since
 from foreword.bench.figures import best_fixed, mode_figures
 from foreword.bench.measurement import BenchRepetition, PairedRun, RequestResult
 from foreword.core.outputs import DraftingStats
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 
 
 def repetition_of(

@@ -15,8 +15,7 @@ import pytest_asyncio
 
 from foreword.config.options import Config
 from foreword.embedding import client as client_module
-from foreword.embedding.batcher import EncodeCall
-from foreword.embedding.client import EncoderClient
+from foreword.embedding.client import EncodeCall, EncoderClient
 from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.errors import (
     CheckpointError,

@@ -18,8 +18,7 @@ from foreword.fleet.memory import plan_server
 from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.model_processes import ModelProcesses
 from foreword.server.app import create_app, loading_app
-from foreword.server.drain import DrainState
-from foreword.server.health import Health
+from foreword.server.health import DrainState, Health
 from foreword.server.http.request_log import RequestLog
 from tests.support.checkpoints import write_checkpoint
 from tests.support.embedding_checkpoints import write_encoder

@@ -18,7 +18,7 @@ from foreword.errors import RequestFailed
 from foreword.metrics.definitions import CATALOG, INFO_LABELS, PREFIX, VLLM_METRICS
 from foreword.metrics.logging_stats import format_speculation
 from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 
 
 class Clock:

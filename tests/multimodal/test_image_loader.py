@@ -52,7 +52,7 @@ def test_error_names_the_image() -> None:
 def test_workers_start_on_demand() -> None:
     loader = ImageLoader(PROCESSOR, MediaLimits())
     assert loader.load([]) == []
-    assert all(worker.process is None for worker in loader._decode_pool._pool.workers)
+    assert all(worker.process is None for worker in loader._workers.workers)
     loader.close()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.server.apis.chat.body import ChatBody
-from foreword.server.apis.completions.body import CompletionBody
+from foreword.server.apis.completions import CompletionBody
 from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
 from foreword.server.apis.responses.body import FlatTool, InputTokensBody, ResponsesBody
 from foreword.server.apis.responses.items import HOSTED_ITEMS, ID_PREFIXES, InputItem

@@ -335,7 +335,7 @@ class StuckWorkers:
     def __init__(self, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.num_calls = threading.Event(), 0
         monkeypatch.setattr(
-            server.app.state.models.loaded[0].image_intake._loader._decode_pool, "pixel_bytes", self._measure
+            server.app.state.models.loaded[0].image_intake._loader, "pixel_bytes", self._measure
         )
 
     def _measure(self, data: bytes, where: str) -> int:

@@ -19,8 +19,7 @@ from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.model_processes import ModelProcesses
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.server.app import create_app
-from foreword.server.drain import DrainState
-from foreword.server.health import Health
+from foreword.server.health import DrainState, Health
 from foreword.server.http.request_log import RequestLog
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import VOCAB_SIZE, byte_tokenizer

@@ -25,8 +25,7 @@ from foreword.fleet.model_processes import ModelProcesses
 from foreword.planning.memory_plan import MemoryPart
 from foreword.planning.resolve import EngineInfo
 from foreword.server.app import create_app
-from foreword.server.drain import DrainState
-from foreword.server.health import Health
+from foreword.server.health import DrainState, Health
 from foreword.server.http.request_log import RequestLog
 from tests.support.fakes import VOCAB_SIZE, FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async

@@ -17,7 +17,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel, TypeAdapter
 
-from foreword.server.apis.messages.writer import join_blocks
+from foreword.server.apis.messages.routes import join_blocks
 from tests.support.responses_events import check_response, read_stream
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
-from foreword.utils.mapped_memory import release_pages
+from foreword.utils.mapped_memory import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages, release_pages
 from foreword.weights.mapped_file import MappedFile
 
 NUM_BYTES = 8 << 20
+ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def resident_bytes() -> int:
@@ -42,3 +44,35 @@ def test_file_that_is_closed_is_forgotten(tmp_path: Path) -> None:
     address = file.tensor(torch.uint8, 0, 1).data_ptr()
     del file
     release_pages(address, NUM_BYTES)
+
+
+def test_allocations_are_zeroed_and_disjoint():
+    memory = HugePages()
+    pieces = [memory.allocate(size) for size in (1, 63, 64, 65, 100_000)]
+    for value, piece in enumerate(pieces, 1):
+        assert piece.data_ptr() % ALIGNMENT == 0 and not piece.any()
+        piece.fill_(value)
+    assert (
+        [int(piece.amin()) for piece in pieces] == [int(piece.amax()) for piece in pieces] == [1, 2, 3, 4, 5]
+    )
+
+
+def test_large_allocation_starts_at_a_huge_page():
+    memory = HugePages()
+    memory.allocate(1)
+    assert memory.allocate(CHUNK_BYTES + 1).data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+def test_memory_is_in_huge_pages():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text() or not ROLLUP.exists():
+        pytest.skip("the system has no transparent huge pages")
+    before = huge_kilobytes()
+    piece = HugePages().allocate(8 * HUGE_PAGE_BYTES)
+    piece.fill_(1)
+    assert huge_kilobytes() - before > 0
+
+
+def huge_kilobytes() -> int:
+    (line,) = (line for line in ROLLUP.read_text().splitlines() if line.startswith("AnonHugePages"))
+    return int(line.split()[1])

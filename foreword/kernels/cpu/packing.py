@@ -14,8 +14,7 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, Weight
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
-from foreword.utils.hugepages import HugePages
-from foreword.utils.mapped_memory import release_pages
+from foreword.utils.mapped_memory import HugePages, release_pages
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 GROUP_MULTIPLES = {

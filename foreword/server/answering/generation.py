@@ -16,7 +16,7 @@ from foreword.chat_formats.parser import ChatParser
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
 from foreword.core.request import Request
 from foreword.errors import ForewordError, Overloaded, RequestFailed
-from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.request_stats import SpecDecodeStats
 from foreword.server.admission import AdmissionTicket
 from foreword.server.auth.keys import RequestContext
 from foreword.server.loaded_model import LoadedModel

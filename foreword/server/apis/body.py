@@ -1,25 +1,46 @@
-"""Strict request bodies: exact types, null is absence, and no field is dropped without a word."""
+"""Strict request bodies: exact types, null is absence, and no field is dropped without a word.
+
+descriptions.toml has the meaning of each field: for the API's schema, docs/request-fields.md and the page.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from foreword.server.apis.descriptions import extend_schema
+from foreword.core.structured_output import StructuredOutput
+from foreword.errors import InvalidRequest
 from foreword.server.apis.ignored_fields import IgnoredField
 from foreword.server.http.responses import REQUEST_ID_PATTERN
 
 REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
 MAX_SALT_CHARS = 1024
 MAX_OBJECTS = 1 << 15  # most objects of a list: each takes some 20 us to validate
+LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of Markdown
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
+MAX_ARGUMENTS_CHARS: Final = 1 << 20  # limit of one call in the history
+TOOL_FORMS: Final = {  # form of a tool, by API
+    "chat": '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
+    "Messages": '{"name": ..., "description": ..., "input_schema": ...}',
+    "Responses": '{"type": "function", "name": ..., "description": ..., "parameters": ...}',
+}
+
+TextOrIds = str | Sequence[int]
+_TEXT_SCHEMA = {"type": "string"}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+_LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
+# One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
+TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
 
 
 def _check_request_id(value: str) -> str:
@@ -28,12 +49,6 @@ def _check_request_id(value: str) -> str:
     return value
 
 
-TextOrIds = str | Sequence[int]
-_TEXT_SCHEMA = {"type": "string"}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
-_LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
-# One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
-TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
 RequestId = Annotated[
     str,
     AfterValidator(_check_request_id),
@@ -44,6 +59,28 @@ ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]  # 
 
 def is_token_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+@functools.cache
+def descriptions() -> Mapping[str, Mapping[str, str]]:
+    """The texts of descriptions.toml, which is read with the first schema, by class and name in JSON."""
+    return tomllib.loads(Path(__file__).with_name("descriptions.toml").read_text(encoding="utf-8"))
+
+
+def describe(body: type, field: str) -> str | None:
+    """The text of a field by its name in JSON, in Markdown."""
+    tables = descriptions()
+    return next(
+        (texts[field] for base in body.__mro__ if field in (texts := tables.get(base.__name__, {}))), None
+    )
+
+
+def extend_schema(schema: dict[str, Any], body: type) -> None:
+    """Add the descriptions to a body's schema, without their links; other fields are refused."""
+    schema["additionalProperties"] = False
+    for name, field in schema.get("properties", {}).items():
+        if (text := describe(body, name)) is not None:
+            field["description"] = LINK.sub(r"\1", text)
 
 
 class StrictModel(BaseModel):
@@ -144,3 +181,51 @@ def refusal(error_type: str, field: str, text: str) -> PydanticCustomError:
     """An error of one field; the handler of errors prefixes its path."""
     assert error_type in REFUSED
     return PydanticCustomError(error_type, "{text}", {"field": field, "text": text})
+
+
+def check_arguments(arguments: object, field: str) -> None:
+    """Raises InvalidRequest for arguments of a call in the history that are too long."""
+    if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENTS_CHARS:
+        raise InvalidRequest(
+            f"{field} has {len(arguments)} characters; the limit is {MAX_ARGUMENTS_CHARS}", field
+        )
+
+
+def custom_input_grammar(format_: Mapping[str, Any] | None, field: str) -> StructuredOutput | None:
+    """The constraint on a custom tool's input: OpenAI's {"type": "text"} or {"type": "grammar", ...}.
+
+    A grammar is {"syntax": "lark" or "regex", "definition": ...}, in chat inside of "grammar".
+    """
+    if format_ is None or format_.get("type") == "text":
+        return None
+    described = format_.get("grammar", format_)
+    syntax = described.get("syntax") if isinstance(described, Mapping) else None
+    definition = described.get("definition") if isinstance(described, Mapping) else None
+    if format_.get("type") != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise InvalidRequest(
+            f'{field} must be {{"type": "text"}} or {{"type": "grammar"}} with syntax "lark" or "regex" '
+            f"and a definition, got {dict(format_)!r:.80}",
+            field,
+        )
+    if syntax == "regex":
+        return StructuredOutput.regex(definition, field=field)
+    return StructuredOutput("lark", definition, field=field)
+
+
+def check_tool_form(tool: StrictModel, form: str, field: str) -> None:
+    """Raises InvalidRequest, which shows the form of this API, for a tool in another API's form.
+
+    form  name in TOOL_FORMS
+    """
+    given = tool.model_dump(exclude_none=True)
+    written = None
+    if isinstance(given.get("function"), dict):
+        written = "chat"
+    elif isinstance(given.get("input_schema"), dict):
+        written = "Messages"
+    elif "name" in given and ("parameters" in given or given.get("type") == "function"):
+        written = "Responses"
+    if written is not None and written != form:
+        raise InvalidRequest(
+            f"{field} is a tool in the form of {written}; this API takes {TOOL_FORMS[form]}", field
+        )

@@ -15,6 +15,7 @@ T = TypeVar("T")
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
 EVENT_STREAM = "text/event-stream"
+DONE_EVENT = b"data: [DONE]\n\n"  # the last of a stream
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 MESSAGES_ROUTE = "/v1/messages"
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # X-Request-Id and request_id

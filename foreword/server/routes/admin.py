@@ -1,6 +1,6 @@
-"""Operators' routes under /admin: open requests and keys, never a text, a key or a hash.
+"""Operators' routes under /admin: open requests, keys and new engines; never a text, a key or a hash.
 
-They exist only if the key file has a key with `admin: true`, and are not in /docs.
+Those of `admin_router` exist only if the key file has a key with `admin: true`. None is in /docs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import io
 import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Response
+from starlette.responses import StreamingResponse
 
-from foreword.errors import Aborted, ConfigError, InvalidRequest, Unsupported
+from foreword.errors import Aborted, ConfigError, ForewordError, InvalidRequest, Unsupported
 from foreword.metrics.request_stats import RequestProgress
 from foreword.server.auth.key_file import Key
 from foreword.server.auth.keys import PermissionsDep
@@ -25,8 +28,9 @@ from foreword.server.auth.usage_db import (
     read_usage,
     write_csv,
 )
-from foreword.server.http.responses import JSONResponse
-from foreword.server.registry import ModelsDep
+from foreword.server.http.errors import error_body
+from foreword.server.http.responses import JSONResponse, json_bytes
+from foreword.server.registry import ModelsDep, ServedModels
 
 
 def check_is_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
@@ -36,10 +40,11 @@ def check_is_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
     models.check_admin(permissions)
 
 
-router = APIRouter(dependencies=[Depends(check_is_admin)], include_in_schema=False)
+router = APIRouter(include_in_schema=False)
+admin_router = APIRouter(dependencies=[Depends(check_is_admin)], include_in_schema=False)
 
 
-@router.get("/admin/requests")
+@admin_router.get("/admin/requests")
 async def requests(models: ModelsDep) -> Response:
     """Open choices, oldest first; texts to embed or score are only in the sums."""
     now = time.monotonic()
@@ -68,7 +73,7 @@ def _request_json(progress: RequestProgress, now: float) -> dict[str, Any]:
     }
 
 
-@router.post("/admin/requests/{name}/abort")
+@admin_router.post("/admin/requests/{name}/abort")
 async def abort(name: str, models: ModelsDep) -> Response:
     """End one choice by its id, or all choices by the id of the response; clients get an error."""
     live_ids = [progress.request.id for progress in models.live_requests()]
@@ -81,8 +86,8 @@ async def abort(name: str, models: ModelsDep) -> Response:
     return JSONResponse({"aborted": aborted})
 
 
-@router.post("/admin/keys/reload")
-async def reload(models: ModelsDep) -> Response:
+@admin_router.post("/admin/keys/reload")
+async def reload_keys(models: ModelsDep) -> Response:
     """Reload the key file now. 400 for an invalid file, which leaves the keys as they were."""
     try:
         await models.keyring.reload()
@@ -91,7 +96,7 @@ async def reload(models: ModelsDep) -> Response:
     return JSONResponse({"keys": len(models.keyring.entries)})
 
 
-@router.get("/admin/usage")
+@admin_router.get("/admin/usage")
 async def usage(
     models: ModelsDep,
     by: str = ",".join(DIMENSIONS),
@@ -121,7 +126,7 @@ async def usage(
     return JSONResponse({"usage": data})
 
 
-@router.get("/admin/keys")
+@admin_router.get("/admin/keys")
 async def keys(models: ModelsDep) -> Response:
     """Names and limits of all keys, and their usage since the server started."""
     return JSONResponse({"keys": [_key_json(key, meter) for key, meter in models.keyring.entries]})
@@ -141,3 +146,35 @@ def _key_json(key: Key, meter: UsageMeter) -> dict[str, Any]:
         "priority": key.priority,
         "usage": meter.usage(),
     }
+
+
+@router.post("/admin/reload")
+async def reload_engines(models: ModelsDep, permissions: PermissionsDep) -> Response:
+    """Replace each engine, streaming the progress as lines of JSON.
+
+    Needs an admin key; a server without keys has this route on the loopback and on a Unix socket only.
+    """
+    if not models.keyring.is_open:
+        check_is_admin(permissions, models)
+    elif not models.config.is_local:
+        raise HTTPException(404)
+    return StreamingResponse(_lines(models), media_type="application/x-ndjson")
+
+
+async def _lines(models: ServedModels) -> AsyncIterator[bytes]:
+    """{"status": text} for each stage, or last {"error": ...}.
+
+    A model that is not loaded gets a new engine with its next load.
+    """
+    try:
+        for model in models.models:
+            prefix = f"{model.log_name}: " if model.log_name else ""
+            with models.hold(model) as loaded:
+                if loaded is None:
+                    continue
+                progress: Any = loaded.client.reload()
+                async with aclosing(progress):
+                    async for text in progress:
+                        yield json_bytes({"status": f"{prefix}{text}"}) + b"\n"
+    except ForewordError as error:
+        yield json_bytes(error_body(error)) + b"\n"

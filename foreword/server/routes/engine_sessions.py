@@ -49,7 +49,7 @@ from foreword.engine_client.remote_messages import (
 from foreword.errors import ForewordError, InvalidRequest
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
-from foreword.server.drain import STOPPING_MESSAGE, DrainState
+from foreword.server.health import STOPPING_MESSAGE, DrainState
 from foreword.server.registry import ModelsDep
 
 logger = logging.getLogger("foreword.serve")

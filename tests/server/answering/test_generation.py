@@ -18,9 +18,9 @@ from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
 from foreword.server.answering.chat import build_requests
 from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue, Generation
-from foreword.server.apis.chat.writer import ChatWriter
+from foreword.server.apis.chat.routes import ChatWriter
 from foreword.server.apis.choices_writer import ChoicesWriter, ResponseHeader, ResponseOptions
-from foreword.server.apis.completions.writer import CompletionWriter
+from foreword.server.apis.completions import CompletionWriter
 from foreword.server.auth.keys import RequestContext
 from foreword.server.http.responses import sse_event
 from foreword.server.loaded_model import LoadedModel

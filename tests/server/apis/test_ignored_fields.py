@@ -16,9 +16,9 @@ from foreword.config.options import Config
 from foreword.server.apis import ignored_fields as compat
 from foreword.server.apis.body import StrictModel
 from foreword.server.apis.chat.body import ChatBody
-from foreword.server.apis.completions.body import CompletionBody
-from foreword.server.apis.embeddings.body import EmbeddingBody
-from foreword.server.apis.ranking.body import RerankBody
+from foreword.server.apis.completions import CompletionBody
+from foreword.server.apis.embeddings import EmbeddingBody
+from foreword.server.apis.ranking import RerankBody
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.routes.tokenize import TokenizeBody
 from tests.server.conftest import RunningServer, run_server

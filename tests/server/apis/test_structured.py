@@ -14,7 +14,7 @@ from foreword.cli.client import request_body
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.server.apis.chat.body import ChatBody
-from foreword.server.apis.completions.body import CompletionBody
+from foreword.server.apis.completions import CompletionBody
 from tests.server.conftest import MODEL, RunningServer
 from tests.support.adversarial_grammars import REJECTED
 from tests.support.json_schema_cases import SAMPLING, make_schema, schema_prompt

@@ -12,10 +12,9 @@ from foreword.chat_formats.tool_validation import check_tools, parse_choice
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.server.apis.body import StrictModel
+from foreword.server.apis.body import StrictModel, check_arguments, check_tool_form, custom_input_grammar
 from foreword.server.apis.ignored_fields import CHAT, MESSAGE, IgnoredField
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
-from foreword.server.apis.tools import check_arguments, check_tool_form, custom_input_grammar
 from foreword.tokenizer.messages import num_unknown_fields
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

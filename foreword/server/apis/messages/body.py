@@ -12,13 +12,12 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.server.apis.body import RequestBody, StrictModel
+from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form
 from foreword.server.apis.chat.body import MessageContent
 from foreword.server.apis.ignored_fields import MESSAGES_API, IgnoredField
 from foreword.server.apis.messages.conversation import MessagesConversation
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.apis.structured import Constraint, SchemaHolder
-from foreword.server.apis.tools import check_tool_form
 from foreword.server.http.errors import rename_field
 
 OWN_TOOLS = (None, "custom", "function")  # types of tools that the client runs

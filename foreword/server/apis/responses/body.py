@@ -13,7 +13,7 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.server.apis.body import RequestBody, StrictModel
+from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form, custom_input_grammar
 from foreword.server.apis.chat.body import reasoning_options
 from foreword.server.apis.ignored_fields import RESPONSE_REASONING, RESPONSES, IgnoredField
 from foreword.server.apis.responses.items import (
@@ -26,7 +26,6 @@ from foreword.server.apis.responses.items import (
 )
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.apis.structured import Constraint, Schema, SchemaHolder, StructuredOutputsBody
-from foreword.server.apis.tools import check_tool_form, custom_input_grammar
 
 OWN_TOOLS = ("function", "custom")
 INCLUDABLE = (

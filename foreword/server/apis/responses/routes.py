@@ -18,10 +18,9 @@ from foreword.errors import ResponseNotFound, Unsupported
 from foreword.server.answering.chat import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import num_parts
-from foreword.server.apis.logprobs import TokenNames
+from foreword.server.apis.choices_writer import TokenNames
 from foreword.server.apis.responses.body import InputTokensBody, ResponsesBody
-from foreword.server.apis.responses.conversation import ItemConversation
-from foreword.server.apis.responses.items import Item, NamedItem
+from foreword.server.apis.responses.items import Item, ItemConversation, NamedItem
 from foreword.server.apis.responses.store import StoredResponse
 from foreword.server.apis.responses.writer import ResponseItems, ResponsesWriter
 from foreword.server.auth.keys import PermissionsDep, RequestContext

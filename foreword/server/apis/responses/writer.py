@@ -14,7 +14,7 @@ from foreword.chat_formats.tools import ToolUse
 from foreword.errors import ForewordError, Overloaded
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.answer_parts import AnswerParts
-from foreword.server.apis.logprobs import TokenNames, chat_logprob
+from foreword.server.apis.choices_writer import TokenNames, chat_logprob
 from foreword.server.apis.responses.items import encode_reasoning, new_id
 from foreword.server.http.responses import json_bytes, sse_event
 from foreword.server.loaded_model import LoadedModel

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.server.apis.tools import MAX_ARGUMENTS_CHARS
+from foreword.server.apis.body import MAX_ARGUMENTS_CHARS
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeOutput, byte_tokenizer
 from tests.support.tool_checkpoint import WEATHER, chat_template

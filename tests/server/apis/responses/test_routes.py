@@ -14,8 +14,7 @@ from foreword.config.options import Config
 from foreword.errors import EngineDead
 from foreword.server.apis.responses import routes as routes
 from foreword.server.apis.responses.body import ResponsesBody
-from foreword.server.apis.responses.conversation import ItemConversation
-from foreword.server.apis.responses.items import encode_reasoning
+from foreword.server.apis.responses.items import ItemConversation, encode_reasoning
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import data_url, image_processor, image_tokenizer, png

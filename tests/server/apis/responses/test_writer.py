@@ -19,7 +19,7 @@ from foreword.chat_formats.events import (
 )
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
 from foreword.core.outputs import TokenLogprob
-from foreword.server.apis.logprobs import TokenNames
+from foreword.server.apis.choices_writer import TokenNames
 from foreword.server.apis.responses.writer import ResponseItems
 from foreword.tokenizer.output_processor import TokenLogprobText
 from tests.support.budget import examples

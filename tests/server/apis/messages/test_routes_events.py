@@ -17,7 +17,7 @@ from foreword.chat_formats.events import (
     ReasoningText,
     merge_events,
 )
-from foreword.server.apis.messages.writer import BlockEvents, join_blocks
+from foreword.server.apis.messages.routes import BlockEvents, join_blocks
 from tests.support.wires import MESSAGE_EVENT
 
 EVENTS = st.lists(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foreword.cli.docs_gen import BODIES
-from foreword.server.apis.body import StrictModel
-from foreword.server.apis.descriptions import describe, descriptions
+from foreword.server.apis.body import StrictModel, describe, descriptions
 from tests.server.conftest import RunningServer
 
 

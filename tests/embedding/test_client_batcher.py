@@ -3,7 +3,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.embedding.batcher import EncodeCall, FairBatcher
+from foreword.embedding.client import EncodeCall, FairBatcher
 from foreword.embedding.encoder_messages import EncoderInput
 
 

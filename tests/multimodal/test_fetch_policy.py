@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from foreword.errors import InvalidRequest
-from foreword.multimodal.url_policy import is_allowed, is_public, may_be_private, read_data_url, read_file_url
+from foreword.multimodal.fetch import is_allowed, is_public, may_be_private, read_data_url, read_file_url
 from tests.support.image_files import encode_image, random_drawing
 
 DATA = encode_image(random_drawing(9, 9))
