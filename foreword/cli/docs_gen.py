@@ -59,9 +59,9 @@ Written by `python -m foreword.cli.docs_gen`; edit `foreword/metrics/definitions
 
 `GET /metrics` answers in Prometheus' text format. Every name has the prefix `{PREFIX}`, and every series the
 label `{MODEL_LABEL}`, the served name of the generating model, also where a separate encoder works;
-`http_requests_total`, `usage_db_errors_total` and the processes' metrics have none. Counts are taken after
-every cut: a token that was not delivered is in none of them. A ratio does not exist until there is something
-to divide by; no value is ever a nan.
+`http_requests_total`, `usage_db_errors_total`, `event_loop_stall_seconds` and the processes' metrics have
+none. Counts are taken after every cut: a token that was not delivered is in none of them. A ratio does not
+exist until there is something to divide by; no value is ever a nan.
 
 Beside the table there are prometheus_client's metrics of the API process (`process_resident_memory_bytes`,
 `process_cpu_seconds_total`, `process_open_fds` and others) and the same of the engine process, with the
@@ -72,7 +72,7 @@ LOADS_HEADER = """
 ## Loads of models
 
 Every series of a model has its label `model`, `foreword_engine_process_*` too. What the server counts itself
-has none: `http_requests_total`, `usage_db_errors_total`, and with several models
+has none: `http_requests_total`, `usage_db_errors_total`, `event_loop_stall_seconds`, and with several models
 `ignored_message_fields_total` and rejections before the model is known.
 """
 

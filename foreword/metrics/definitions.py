@@ -41,6 +41,7 @@ TOKEN_LATENCY_BUCKETS_S = (
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 DRAFT_LENGTH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
+STALL_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STAGE_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025),
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
@@ -118,6 +119,14 @@ CATALOG = (
         "usage_db_errors_total",
         "counter",
         "Writes to the usage database that failed or took longer than a second; they are repeated.",
+        of_model=False,
+        of_server=True,
+    ),
+    Metric(
+        "event_loop_stall_seconds",
+        "histogram",
+        "Stalls of the API process of 0.05 s and more, in which it answers nobody.",
+        buckets=STALL_BUCKETS_S,
         of_model=False,
         of_server=True,
     ),

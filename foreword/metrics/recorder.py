@@ -108,6 +108,10 @@ class ServerCounters:
         """A write to the usage database failed or took too long."""
         self._registry.add("usage_db_errors_total", 1)
 
+    def on_event_loop_stall(self, seconds: float) -> None:
+        """The event loop of the API process stood still."""
+        self._registry.observe("event_loop_stall_seconds", seconds)
+
     def on_ignored_fields(self, num_fields: int) -> None:
         """Unknown fields of messages and content parts were ignored."""
         self._registry.add("ignored_message_fields_total", num_fields)

@@ -33,6 +33,7 @@ from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, R
 from foreword.server.registry import ServedModels
 from foreword.server.routes import admin, engine_sessions, probes, replicas, tokenize, ui
 from foreword.server.routes import models as model_routes
+from foreword.server.stall_monitor import StallMonitor
 from foreword.utils.logging import log_model
 
 ROUTERS = (
@@ -142,12 +143,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     models: ServedModels = app.state.models
     request_log: RequestLog = app.state.request_log
     await models.usage.flush()  # reads what keys have used today
-    ticker = asyncio.create_task(_tick(models, request_log, app.state.engine_sessions))
+    monitor = StallMonitor(models.metrics.on_event_loop_stall)
+    tickers = [
+        asyncio.create_task(monitor.run(), name="stall monitor"),
+        asyncio.create_task(_tick(models, request_log, app.state.engine_sessions), name="housekeeping"),
+    ]
     try:
         yield
     finally:
-        ticker.cancel()
-        await asyncio.gather(ticker, return_exceptions=True)
+        for ticker in tickers:
+            ticker.cancel()
+        await asyncio.gather(*tickers, return_exceptions=True)
         request_log.flush(force=True)
         await models.usage.close()
 

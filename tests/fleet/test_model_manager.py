@@ -360,6 +360,9 @@ async def test_metrics_have_the_label_of_their_model_and_counters_never_fall() -
             if "model" not in sample.labels and not sample.name.startswith("process_")
         }
         assert without == {
+            "foreword_event_loop_stall_seconds_bucket",
+            "foreword_event_loop_stall_seconds_count",
+            "foreword_event_loop_stall_seconds_sum",
             "foreword_http_requests_total",
             "foreword_ignored_message_fields_total",
             "foreword_models_loaded",

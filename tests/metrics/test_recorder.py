@@ -487,6 +487,10 @@ def test_series_of_the_model_have_its_name(clock: Clock) -> None:
         ({"route": "/v1/models/{name}", "status": "404"}, 1.0)
     ]
     assert found.pop("foreword_usage_db_errors_total") == [({}, 0.0)]
+    for part in ("bucket", "count", "sum"):
+        assert all(
+            "model" not in labels for labels, _ in found.pop(f"foreword_event_loop_stall_seconds_{part}")
+        )
     assert all(labels["model"] == "the model" for series in found.values() for labels, _ in series)
 
 

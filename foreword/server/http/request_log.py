@@ -5,6 +5,7 @@ Never a text or a key.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -193,6 +194,8 @@ class RequestLogMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         span, route = None, self._routes.template(scope["path"])
+        if (task := asyncio.current_task()) is not None:
+            task.set_name(f"{scope['method']:.8} {route}")  # for stall_monitor.py
         is_traced = scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(ENGINE_PATH)
         if self._log.tracer is not None and is_traced:
             span = self._log.tracer.start(scope["method"], route, Headers(scope=scope))
