@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.script import print_json, run_script
 from foreword.bench.tables import print_table
+from foreword.core.finish import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.params import SamplingParams
-from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.request import Request, RequestState
 from foreword.demo import MODEL
 from foreword.tokenizer.tokenizer import Tokenizer

@@ -359,7 +359,7 @@ def test_device_step_error_loses_no_token(checkpoints: Checkpoints, verb: str, s
 def test_repetition_is_detected_at_the_same_token(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foreword.core.repetition.PATTERN_LIMITS", ((2, 2),))
+    monkeypatch.setattr("foreword.core.finish.PATTERN_LIMITS", ((2, 2),))
     visits_ = [
         Visit(
             replace(

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
 from foreword.config.drafters import DRAFTERS
+from foreword.core.finish import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.outputs import TokenEvent
-from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.outputs import CompletionOutput
 from foreword.tokenizer.input_processor import make_requests
 from tests.support.budget import is_full

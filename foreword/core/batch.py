@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions
 from foreword.core.request import NO_LORA, RequestState
 from foreword.core.structured_output import RequestGrammar
 

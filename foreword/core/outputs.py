@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from foreword.core.repetition import Repetition
+from foreword.core.finish import Repetition
 from foreword.errors import ForewordError
 
 GRAMMAR = "grammar"  # name of the drafter of forced text

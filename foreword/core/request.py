@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.core.finish import FinishChecker, FinishResult
-from foreword.core.images import PromptImage
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import RequestGrammar

@@ -24,8 +24,7 @@ from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
 from foreword.cuda_graphs.graph_runner import GraphRunner
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.cost_profiler import StepCostProfiler, time_passes
-from foreword.engine.encoder_cache import EncoderCache
-from foreword.engine.encoder_runner import VisionEncoderRunner
+from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import load_warnings, make_fingerprint
 from foreword.engine.memory_profiler import (
@@ -47,7 +46,7 @@ from foreword.kernels.gpu import current_gpu
 from foreword.kernels.ops import Ops
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.lora.slots import AdapterSlots
+from foreword.lora.adapter import AdapterSlots
 from foreword.models.interfaces import Model, Precision
 from foreword.planning.memory import DeviceMemory, ModelInfo
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, with_kv_cache

@@ -39,9 +39,9 @@ from foreword.errors import (
     RequestFailed,
     Unsupported,
 )
-from foreword.lora.slots import AdapterSlots
+from foreword.lora.adapter import AdapterSlots
 from foreword.planning.resolve import EngineInfo
-from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.policy import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.proposer import Proposer
 
 logger = logging.getLogger(__name__)

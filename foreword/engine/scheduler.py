@@ -23,9 +23,14 @@ from foreword.core.outputs import (
     TokenEvent,
 )
 from foreword.core.request import RequestState
-from foreword.engine.fair_queue import FairQueue
 from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
-from foreword.engine.waiting_queue import AdmissionFilter, ComputableUntil, WaitingQueue, sort_key_of
+from foreword.engine.waiting_queue import (
+    AdmissionFilter,
+    ComputableUntil,
+    FairQueue,
+    WaitingQueue,
+    sort_key_of,
+)
 from foreword.errors import ForewordError, RequestFailed
 from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool

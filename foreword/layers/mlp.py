@@ -1,9 +1,10 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer: a gated MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from foreword.kernels.ops import ExpertsConfig, Ops, PackedExperts
 from foreword.layers.linear import Linear
 
 
@@ -18,3 +19,43 @@ class MLP:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H], plus `residual` [T, H]"""
         return self._down(self._gate_up.gated_act(x, self._activation), residual)
+
+
+class SharedExpert:
+    """The expert of every row, scaled by sigmoid(gate(x)) if there is a gate [1, H]."""
+
+    def __init__(self, ops: Ops, mlp: MLP, gate: Linear | None) -> None:
+        self._ops = ops
+        self._mlp = mlp
+        self._gate = gate
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, H] -> [T, H], plus `residual` [T, H]"""
+        if self._gate is None:
+            return self._mlp(x, residual)
+        y = self._ops.scale_by_sigmoid(self._mlp(x), self._gate(x))
+        return y if residual is None else self._ops.add(residual, y)
+
+
+class MoE:
+    """The weighted sum of each row's experts, plus the shared expert; the router is float32 [E, H]."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: ExpertsConfig,
+        router: Linear,
+        experts: PackedExperts,
+        shared: SharedExpert | None = None,
+    ) -> None:
+        self._ops = ops
+        self._config = config
+        self._router = router
+        self._experts = experts
+        self._shared = shared
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], plus `residual` [T, H]"""
+        if self._shared is not None:
+            residual = self._shared(x, residual)
+        return self._ops.experts(x, self._router(x), self._experts, self._config, residual)

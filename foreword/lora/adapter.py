@@ -1,4 +1,4 @@
-"""Reads adapters: PEFT's directories, and GGUF files of llama.cpp's convert_lora_to_gguf."""
+"""Adapters, from PEFT's directories or GGUF files of llama.cpp's convert_lora_to_gguf, and their slots."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from foreword.config.lora import AdapterInfo
-from foreword.errors import CheckpointError
+from foreword.core.request import NO_LORA
+from foreword.errors import AdapterConflict, CheckpointError, ConfigError, ModelNotFound
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize
-from foreword.layers.lora import LoraWeights
+from foreword.layers.lora import LoraLayers, LoraWeights
 from foreword.lora.config import CONFIG_FILE, read_adapter_config
 from foreword.weights.gguf.gguf_weights import FLOAT_DTYPES, PERMUTED_QK_ARCHITECTURES, gguf_name
 from foreword.weights.gguf.header import TensorInfo, is_gguf, open_gguf
@@ -229,3 +230,56 @@ def _read_gguf_tensor(mapped: MappedFile, info: TensorInfo) -> Tensor:
         return mapped.tensor(FLOAT_DTYPES[name], info.offset, info.num_values).view(info.shape)
     blocks = mapped.tensor(torch.uint8, info.offset, info.num_bytes).view(-1, info.row_bytes)
     return dequantize(QuantizedBlocks(name, blocks, info.shape[-1]))
+
+
+class AdapterSlots:
+    """Loads and unloads adapters, which requests name by their digests."""
+
+    def __init__(self, layers: LoraLayers) -> None:
+        self._layers = layers
+        self._slots: list[AdapterInfo | None] = [None] * (layers.limits.max_loras if layers.limits else 0)
+
+    @property
+    def loaded(self) -> tuple[AdapterInfo, ...]:
+        return tuple(info for info in self._slots if info is not None)
+
+    def slot_of(self, digest: str) -> int:
+        """The slot of a loaded adapter; NO_LORA for none. Raises ModelNotFound."""
+        if not digest:
+            return NO_LORA
+        for slot, info in enumerate(self._slots):
+            if info is not None and info.digest == digest:
+                return slot
+        raise ModelNotFound("the adapter of this request is not loaded", "model")
+
+    def load(self, path: str, digest: str | None = None) -> AdapterInfo:
+        """Load an adapter; one with the same content is loaded once.
+
+        digest  of the adapter that a restarted engine gets back: another content is refused
+        Raises CheckpointError, ConfigError, AdapterConflict.
+        """
+        limits = self._layers.limits
+        if limits is None:
+            raise ConfigError("LoRA is off: --enable-lora or --lora-modules turns it on", "enable_lora")
+        adapter = read_adapter(Path(path), self._layers.shapes, limits.max_rank, self._layers.dtype)
+        info = adapter.info
+        if digest not in (None, info.digest):
+            raise ConfigError(f"the adapter {path} has changed since it was loaded", "lora_modules")
+        for loaded in self._slots:
+            if loaded is not None and loaded.digest == info.digest:
+                return loaded
+        if None not in self._slots:
+            raise AdapterConflict(
+                f"all {len(self._slots)} slots of --max-loras have adapters: unload one first", "lora_name"
+            )
+        slot = self._slots.index(None)
+        self._layers.fill(slot, adapter.weights)
+        self._slots[slot] = info
+        return info
+
+    def unload(self, digest: str) -> None:
+        """Free the slot of an adapter that no request uses; does nothing if it is not loaded."""
+        for slot, info in enumerate(self._slots):
+            if info is not None and info.digest == digest:
+                self._layers.clear(slot)
+                self._slots[slot] = None

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from foreword.core.finish import Repetition
 from foreword.core.outputs import StepStats, TokenEvent
-from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.metrics.request_stats import RequestProgress, SpecDecodeStats
 

@@ -17,8 +17,7 @@ from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits
-from foreword.layers.mlp import MLP
-from foreword.layers.moe import MoE, SharedExpert
+from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights

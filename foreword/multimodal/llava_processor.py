@@ -9,7 +9,7 @@ from typing import Any, Self
 from PIL import Image as PILImage
 from PIL.Image import Image, Resampling
 
-from foreword.core.anyres_tiles import choose_resolution, compute_tiling
+from foreword.core.images import choose_resolution, compute_tiling
 from foreword.errors import CheckpointError
 from foreword.multimodal.image_processor import ImageLayout, ImageProcessor, resize, to_chw
 from foreword.multimodal.preprocessor_config import (

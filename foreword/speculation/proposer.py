@@ -12,8 +12,7 @@ from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
 from foreword.errors import Terminated
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
-from foreword.speculation.draft_length.policy import Policy, Proposal
-from foreword.speculation.draft_length.step_record import PrefillLoad, StepRecord
+from foreword.speculation.draft_length.policy import Policy, PrefillLoad, Proposal, StepRecord
 from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter, summarize_error
 

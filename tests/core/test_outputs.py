@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
+from foreword.core.finish import Repetition
 from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, drop_prefix, merge, truncate
-from foreword.core.repetition import Repetition
 from foreword.errors import ContextLengthExceeded
 
 CONFIDENCE = (0.9, 0.8, 0.7)

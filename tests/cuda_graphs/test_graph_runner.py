@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, ImageFeatures, build_batch
-from foreword.core.images import PromptImage
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.cuda_graphs import graph_runner as recorded

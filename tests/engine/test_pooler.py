@@ -20,7 +20,7 @@ from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import MIN_POOLING_ROWS
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.speculation.draft_length.step_record import PrefillLoad
+from foreword.speculation.draft_length.policy import PrefillLoad
 from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of
 

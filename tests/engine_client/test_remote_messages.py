@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from foreword import errors
 from foreword.config.lora import AdapterInfo
+from foreword.core.finish import Repetition
 from foreword.core.images import PromptImage
 from foreword.core.outputs import (
     BlockUpdate,
@@ -26,7 +27,6 @@ from foreword.core.outputs import (
 )
 from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.core.readiness import Readiness
-from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.core.structured_output import ConstraintScope, StructuredOutput
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter

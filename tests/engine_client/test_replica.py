@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreword.core.finish import Repetition
 from foreword.core.outputs import BlockUpdate, DraftResult, ErrorEvent, TokenEvent, TokenLogprob
 from foreword.core.params import SamplingParams
-from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.engine_client.replica import (
     LOAD_SLACK,

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.batch import Chunk, build_batch
-from foreword.core.images import PromptImage
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.kernels.cpu.backend import CpuOps

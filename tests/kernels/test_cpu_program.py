@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
-from foreword.core.images import PromptImage
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.cpu.program import Buffer, plan_arena

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from foreword.core.finish import Repetition
 from foreword.core.outputs import DraftingStats, DraftResult, StepStats, TokenEvent, truncate
 from foreword.core.params import SamplingParams
-from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
 from foreword.metrics.definitions import CATALOG, INFO_LABELS, PREFIX, VLLM_METRICS

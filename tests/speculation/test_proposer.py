@@ -7,8 +7,7 @@ import pytest
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.speculation.draft_length.policy import FixedLength, Proposal
-from foreword.speculation.draft_length.step_record import PrefillLoad
+from foreword.speculation.draft_length.policy import FixedLength, PrefillLoad, Proposal
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.speculation.proposer import Proposer
 from tests.support.fakes import extended

@@ -18,8 +18,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
-from foreword.speculation.draft_length.policy import FixedLength, Policy
-from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.policy import FixedLength, Policy, PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 from foreword.speculation.proposer import Proposer
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 from foreword.core.batch import Batch
 from foreword.core.outputs import StepOutput
 from foreword.core.request import RequestState
-from foreword.engine.encoder_cache import FeatureKey
+from foreword.engine.encoder_runner import FeatureKey
 from foreword.engine.engine import Engine
 from foreword.engine_client import engine_main as worker
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
-from foreword.core.images import PromptImage
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps

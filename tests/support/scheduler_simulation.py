@@ -16,8 +16,7 @@ from foreword.core.images import PromptImage
 from foreword.core.outputs import Draft, EmbeddingEvent, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.engine.encoder_cache import EncoderCache
-from foreword.engine.encoder_runner import VisionEncoderRunner
+from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
 from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foreword.core.anyres_tiles import compute_tiling
-from foreword.core.images import PromptImage
+from foreword.core.images import PromptImage, compute_tiling
 from tests.support.checkpoints import (
     COMMON,
     IMAGE_CHAT_TEMPLATE,

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from foreword.bench.measurement import (
     FIXED,
     OFF,
     PLAIN,
+    REPLAY,
     BenchCase,
     Measurement,
     Mode,
@@ -44,14 +46,6 @@ from foreword.bench.measurement import (
 from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.remote import RemoteTarget
 from foreword.bench.session import BenchSession, BenchStep
-from foreword.bench.speculate.replay import (
-    MIXED_REPLAY,
-    RANDOM,
-    make_replay_conversations,
-    parse_acceptance_rates,
-    record_outputs,
-    replay_categories,
-)
 from foreword.bench.speculate.report import case_result, print_result, worst_cases
 from foreword.bench.tables import rounds_text
 from foreword.bench.workloads import (
@@ -64,6 +58,7 @@ from foreword.bench.workloads import (
     TokenSource,
     make_conversations,
     prompt_conversations,
+    stable_seed,
 )
 from foreword.cli.configuration import read_config
 from foreword.config.options import Config
@@ -75,6 +70,9 @@ QUICK_DEFAULTS = {"rounds": 5, "concurrency": "1,4", "requests": 3, "max_tokens"
 MAX_QUICK_PROMPTS = 8  # prompts of each category of a file, unless --requests is given
 MAX_FULL_CONCURRENCY = 16  # highest concurrency of the case with a full cache
 FULL_SHARE = 3  # its cache holds one third of the tokens of its requests
+
+MIXED_REPLAY = REPLAY + "mixed"
+RANDOM = "random"
 
 
 @dataclass(slots=True)
@@ -345,3 +343,55 @@ def _parse_loads(args: argparse.Namespace, most: int | None = None) -> list[int]
     """Concurrencies, at most that of the engine."""
     given = parse_numbers("concurrency", args.concurrency)
     return sorted({min(load, most or load) for load in given})
+
+
+def parse_acceptance_rates(text: str) -> tuple[float, ...]:
+    """ "0,0.3,0.9" as numbers. Raises ConfigError."""
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        rates = (-1.0,)
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(f"--replay-acceptance must be numbers from 0 to 1 joined by commas, got {text!r}")
+    return rates
+
+
+def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
+    """Categories of replayed answers: they measure random weights, or the machinery apart from drafting.
+
+    In "replay 0.6" each draft token is right with probability 0.6; "replay mixed" has requests of all rates.
+    """
+    return (*(f"{REPLAY}{rate:g}" for rate in rates), *((MIXED_REPLAY,) if len(rates) > 1 else ()))
+
+
+def make_replay_conversations(
+    category: str, count: int, variant: int, base: Sequence[str], make: ConversationFactory
+) -> tuple[Conversation, ...]:
+    """Conversations of the base categories in turn, under seeds of their own."""
+    columns = [make(name, count, variant) for name in base if name != RANDOM]
+    return tuple(
+        replace(columns[number % len(columns)][number], category=category, seed=stable_seed(category, number))
+        for number in range(count)
+    )
+
+
+def record_outputs(
+    engine: LocalEngine,
+    groups: Sequence[tuple[Conversation, ...]],
+    rates: Sequence[float],
+    concurrency: int,
+    path: Path,
+) -> None:
+    """Answer everything once without speculation and write the replay file."""
+    lines = []
+    for conversations in groups:
+        for result in engine.run(conversations, OFF, concurrency, "recording").results:
+            category = conversations[result.conversation].category
+            rate = (
+                rates[result.conversation % len(rates)]
+                if category == MIXED_REPLAY
+                else float(category.removeprefix(REPLAY))
+            )
+            line = {"prompt_token_ids": result.prompt_ids, "token_ids": result.output}
+            lines.append({**line, "seed": result.seed, "error_rate": 1.0 - rate})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -18,8 +18,6 @@ from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
-from foreword.models.vision.clip import CLIP
-from foreword.models.vision.siglip import Siglip
 from foreword.models.vision.vision_layers import ACTIVATIONS, VisionMLP, unquantized_format
 from foreword.models.vision.vision_model import (
     Normalization,
@@ -28,7 +26,7 @@ from foreword.models.vision.vision_model import (
     read_normalization,
     read_preprocessor_config,
 )
-from foreword.models.vision.vit import VisionTransformer, ViTConfig
+from foreword.models.vision.vit import CLIP, Siglip, VisionTransformer, ViTConfig
 from foreword.weights.config_reader import ConfigReader, read_text_config
 
 VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType(

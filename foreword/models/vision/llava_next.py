@@ -10,8 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foreword.core.anyres_tiles import Size, compute_tiling
-from foreword.core.images import PromptImage
+from foreword.core.images import PromptImage, Size, compute_tiling
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder

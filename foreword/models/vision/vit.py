@@ -1,4 +1,4 @@
-"""Vision transformer with a fixed tile size and learned positions: the common part of CLIP and SigLIP."""
+"""Vision transformer with a fixed tile size and learned positions: CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -173,3 +173,47 @@ class VisionTransformer(ABC):
             states.append(layer(states[-1]))
             yield self.config.multiply_adds
         return torch.cat([states[layer] for layer in feature_layers], -1)
+
+
+class CLIP(VisionTransformer):
+    """model_type `clip_vision_model` (arXiv 2103.00020): a class token first, a norm before layers."""
+
+    PATCH_BIAS = False
+    IGNORED_PREFIXES = ("post_layernorm.", "embeddings.position_ids")
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> ViTConfig:
+        """Read vision_config; defaults are those of OpenAI's model."""
+        return read_vit_config(config, "quick_gelu", 1e-5, image_size=224, patch_size=32, num_class_tokens=1)
+
+    def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
+        """Load the class token and the norm, whose name is misspelt in every checkpoint."""
+        config = self.config
+        self._class_embedding = embeddings.tensor("class_embedding", config.hidden_size).to(self._dtype)
+        self._norm = LayerNorm(weights, "pre_layrnorm", config.hidden_size, config.eps)
+
+    def embed(self, patches: Tensor) -> Tensor:
+        """[side * side, H] -> [1 + side * side, H]"""
+        return self._norm(torch.cat((self._class_embedding[None], patches)) + self._position_embedding)
+
+
+class Siglip(VisionTransformer):
+    """model_type `siglip_vision_model` (arXiv 2303.15343): patches without a class token."""
+
+    PATCH_BIAS = True
+    IGNORED_PREFIXES = ("post_layernorm.", "head.", "embeddings.position_ids")
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> ViTConfig:
+        """Read vision_config. The pooling head is accepted and ignored: only patch features are used."""
+        config.get_bool("vision_use_head", True)
+        return read_vit_config(
+            config, "gelu_pytorch_tanh", 1e-6, image_size=224, patch_size=16, num_class_tokens=0
+        )
+
+    def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
+        """No tensors beyond patches and positions."""
+
+    def embed(self, patches: Tensor) -> Tensor:
+        """[side * side, H] -> [side * side, H]"""
+        return patches + self._position_embedding

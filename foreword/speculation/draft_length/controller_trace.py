@@ -15,8 +15,7 @@ from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost, classify_sampling
 from foreword.speculation.draft_length.delay_budget import DEFAULT_MAX_SLOWDOWN
-from foreword.speculation.draft_length.policy import Proposal
-from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.utils import trace
 

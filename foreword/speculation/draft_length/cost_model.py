@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from foreword.core.params import SamplingParams
+from foreword.speculation.draft_length.policy import RequestStep
 from foreword.speculation.draft_length.regression_watchdog import RegressionWatchdog
-from foreword.speculation.draft_length.step_record import RequestStep
 
 NUM_SAMPLER_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 SAMPLING_FIXED_SHARE = 0.05  # initial fixed cost of sampling, in steps of one row

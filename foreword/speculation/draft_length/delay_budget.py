@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreword.speculation.draft_length.step_record import RequestStep
+from foreword.speculation.draft_length.policy import RequestStep
 
 DEFAULT_MAX_SLOWDOWN = 0.02  # share of its time that a request may lose
 MIN_OUTPUT_TOKENS = 32  # assumed length of an output, for the initial budget

@@ -13,9 +13,8 @@ from foreword.speculation.draft_length.backoff import MAX_BACKOFF_NO_CANDIDATE, 
 from foreword.speculation.draft_length.cost_model import CostModel
 from foreword.speculation.draft_length.exploration import Exploration
 from foreword.speculation.draft_length.next_step import BaseStep, NextStep, TrackedRequest
-from foreword.speculation.draft_length.policy import Proposal
+from foreword.speculation.draft_length.policy import PrefillLoad, Proposal
 from foreword.speculation.draft_length.row_selection import MIN_SPEEDUP, select_rows
-from foreword.speculation.draft_length.step_record import PrefillLoad
 from foreword.speculation.draft_length.verify_planner import VerifyPlanner
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # lengths that plans consider

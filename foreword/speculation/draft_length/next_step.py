@@ -10,7 +10,7 @@ from foreword.core.request import RequestState
 from foreword.speculation.draft_length.acceptance import RequestAcceptance
 from foreword.speculation.draft_length.cost_model import CostModel, StepShape, classify_sampling
 from foreword.speculation.draft_length.delay_budget import DEFAULT_MAX_SLOWDOWN, DelayBudget, DelayLedger
-from foreword.speculation.draft_length.step_record import PrefillLoad
+from foreword.speculation.draft_length.policy import PrefillLoad
 
 MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified
 MIN_PRICE_SHARE = 0.5  # minimum probability, as a share of plain decoding's tokens in a row's time

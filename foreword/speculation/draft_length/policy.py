@@ -1,17 +1,44 @@
 # ruff: noqa: B027 (optional hooks have empty bodies)
-"""The policy interface: which requests draft, and how much; and the fixed draft length."""
+"""The policy interface: which requests draft, and how much; what it is told of a step; the fixed length."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
-from foreword.speculation.draft_length.step_record import PrefillLoad, StepRecord
 from foreword.speculation.engine_drafter import DraftRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """Prefill that shares the next step: its rows, and the context tokens that they read."""
+
+    num_rows: int = 0
+    num_context_tokens: int = 0
+
+
+class RequestStep(NamedTuple):
+    """One request in one step."""
+
+    state: RequestState
+    num_tokens: int  # known tokens that were computed
+    num_draft_tokens: int  # verified
+    is_sampled: bool  # whether a token was sampled
+    num_emitted: int
+    context_len: int  # tokens whose KV its last row read
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The requests of a step, and its duration."""
+
+    requests: tuple[RequestStep, ...]
+    seconds_by_stage: Mapping[str, float]  # schedule, assemble, forward, sample, draft, commit
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk, SampleRow, build_batch
-from foreword.core.mrope import MRopePositions
+from foreword.core.images import MRopePositions
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState

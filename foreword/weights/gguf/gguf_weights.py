@@ -7,9 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,12 +24,6 @@ from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.planning.memory import ModelInfo, PackedFormat
 from foreword.weights.file_to_device import DeviceLoader, FileSpan
-from foreword.weights.gguf.dequantize import (
-    DEQUANTIZED_TYPES,
-    GGUF_PACKAGE_TYPES,
-    dequantize,
-    has_gguf_package,
-)
 from foreword.weights.gguf.header import GGUFFile, TensorInfo
 from foreword.weights.gguf.rope_metadata import ROPE_TENSORS
 from foreword.weights.mapped_file import MappedFile
@@ -34,6 +33,22 @@ from foreword.weights.safetensors_weights import unexpected_tensors_error
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
+
+# Their codebooks and unpacking are those of the `gguf` package, an optional dependency.
+GGUF_PACKAGE_TYPES = (
+    "iq1_s",
+    "iq1_m",
+    "iq2_xxs",
+    "iq2_xs",
+    "iq2_s",
+    "iq3_xxs",
+    "iq3_s",
+    "tq1_0",
+    "tq2_0",
+    "nvfp4",
+)
+DEQUANTIZED_TYPES = ("q8_k", *GGUF_PACKAGE_TYPES)
+Q8_K_BYTES = 292  # a float32 scale, 256 values, and sums of values, which serve dot products
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,3 +345,26 @@ class GGUFWeights:
 
     def _tensor_error(self, info: TensorInfo, reason: str) -> CheckpointError:
         return CheckpointError(f"{info.file}: tensor `{info.name}` {reason}", "model")
+
+
+def has_gguf_package() -> bool:
+    return find_spec("gguf") is not None
+
+
+def dequantize(type_name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """uint8 [N, bytes of a row] -> float32 [N, K]; type_name is one of DEQUANTIZED_TYPES."""
+    if type_name == "q8_k":
+        return _dequantize_q8_k(rows)
+    gguf: Any = import_module("gguf")
+    with np.errstate(all="ignore"):  # scales that are not finite
+        values: npt.NDArray[np.float32] = gguf.quants.dequantize(
+            rows, gguf.GGMLQuantizationType[type_name.upper()]
+        )
+    return values
+
+
+def _dequantize_q8_k(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    blocks = rows.reshape(-1, Q8_K_BYTES)
+    scales = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
+    values: npt.NDArray[np.float32] = scales * blocks[:, 4:260].view(np.int8)
+    return values.reshape(len(rows), -1)

@@ -14,9 +14,8 @@ from foreword.speculation.draft_length.backoff import MAX_MISSES, MISSES_BEFORE_
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
 from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, FIRST_SAVED_STEPS
-from foreword.speculation.draft_length.policy import Proposal
+from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.draft_length.row_selection import NEAR_BEST
-from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.controller_simulation import (
     CPU,

@@ -8,7 +8,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.controller_trace import RecordingController, replay
 from foreword.speculation.draft_length.cost_model import Calibration
-from foreword.speculation.draft_length.step_record import PrefillLoad
+from foreword.speculation.draft_length.policy import PrefillLoad
 from tests.support.controller_simulation import (
     STEP,
     SimulatedMachine,

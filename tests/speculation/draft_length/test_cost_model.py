@@ -19,7 +19,7 @@ from foreword.speculation.draft_length.cost_model import (
     StepShape,
     classify_sampling,
 )
-from foreword.speculation.draft_length.step_record import RequestStep
+from foreword.speculation.draft_length.policy import RequestStep
 
 
 def test_curve_is_linear_then_proportional() -> None:

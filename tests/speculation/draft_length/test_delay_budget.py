@@ -5,7 +5,7 @@ import pytest
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.delay_budget import DelayLedger
-from foreword.speculation.draft_length.step_record import RequestStep
+from foreword.speculation.draft_length.policy import RequestStep
 
 
 def served(name: str, emitted: int, samples: bool = True) -> RequestStep:

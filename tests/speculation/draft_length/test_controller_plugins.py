@@ -9,12 +9,10 @@ import pytest
 
 from foreword import Draft, Drafter, RequestView, SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.draft_length.controller import DraftLengthController
+from foreword.speculation.draft_length.controller import TRIAL_STEPS, DrafterAccount, DraftLengthController
 from foreword.speculation.draft_length.controller_trace import RecordingController, replay
 from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE
-from foreword.speculation.draft_length.plugin_accounts import TRIAL_STEPS, DrafterAccount
-from foreword.speculation.draft_length.policy import Policy, Proposal
-from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.policy import Policy, PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.speculation.plugin import DrafterAdapter
 from tests.support.controller_simulation import (

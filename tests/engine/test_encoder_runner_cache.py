@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.engine.encoder_cache import EncoderCache, FeatureKey
+from foreword.engine.encoder_runner import EncoderCache, FeatureKey
 
 KEYS: list[FeatureKey] = [("", bytes([number])) for number in range(6)]
 

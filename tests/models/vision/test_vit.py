@@ -1,4 +1,4 @@
-"""CLIP's vision encoder against transformers, layer by layer."""
+"""Vision encoders of CLIP and SigLIP against transformers, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.vision.clip import CLIP
 from foreword.models.vision.vision_layers import ATTENTION_COST_FACTOR
+from foreword.models.vision.vit import CLIP, Siglip
 from foreword.weights.config_reader import ConfigReader
 from foreword.weights.dummy_weights import MetaWeights
 from foreword.weights.safetensors_weights import SafetensorsWeights
@@ -74,3 +74,37 @@ def test_options_of_old_transformers_are_accepted() -> None:
     reader = ConfigReader({**old, "is_decoder": True}, "config.json")
     with pytest.raises(CheckpointError, match=re.escape("`is_decoder` = true is not supported")):
         reader.check_all_read()
+
+
+@pytest.mark.parametrize("image_size", [28, 34])
+def test_every_layer_of_siglip_equals_transformers(tmp_path: Path, image_size: int) -> None:
+    path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
+    theirs = TransformersReference(path).model.model.vision_tower
+    weights = SafetensorsWeights(path).prefixed("vision_tower.vision_model.")
+    config = Siglip.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
+    ours = Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=2)
+    tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = torch.cat(theirs(tile[None], output_hidden_states=True).hidden_states, -1)[0]
+        work = ours.encode_tile(tile, range(3))
+        try:
+            while next(work):
+                pass
+        except StopIteration as done:
+            torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
+
+
+def test_defaults_are_b_16() -> None:
+    """An empty config is Google's B/16."""
+    config = Siglip.read_config(ConfigReader({}, "config.json"))
+    assert (
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.patches_per_side,
+        config.num_positions,
+    ) == (768, 12, 12, 14, 196)
+    assert (config.activation, config.eps) == ("gelu_tanh", 1e-6)
+    weights = MetaWeights()
+    Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=0)
+    assert weights.num_parameters == 768 + 768 * 3 * 16 * 16 + 196 * 768
