@@ -487,9 +487,8 @@ CASES = (
 )
 
 
-# What the schedulers of llama-swap (a FIFO behind groups or a matrix of models) and of ollama are tested for,
-# by their events. "Excludes" means here: both do not fit. Left out are functions that this scheduler does not
-# have: unknown models, priorities, eviction costs, queue limits, shutdown, reloads for other options.
+# What the schedulers of llama-swap (a FIFO behind groups or a matrix of models) and of ollama are tested for
+# beyond the cases above. "Exclude" means here: both do not fit.
 PEER_CASES = (
     Case(
         "llama-swap: a loaded model answers at once",
@@ -498,45 +497,6 @@ PEER_CASES = (
         0 tick -> load A
         0 loaded A ->
         1 A1 -> run A1
-        """,
-    ),
-    Case(
-        "llama-swap: a request starts its model and is answered once it is loaded",
-        "A=4",
-        """
-        0 A1 -> load A
-        1 tick ->
-        2 loaded A -> run A1
-        """,
-    ),
-    Case(
-        "llama-swap: an error of the load is the answer of all that joined it",
-        "A=4",
-        """
-        0 A1 -> load A
-        0 A2 ->
-        1 failed A -> refuse A1:load_failed A2:load_failed
-        """,
-    ),
-    Case(
-        "llama-swap: what excludes a model that is being loaded waits for the load and for its answers",
-        "A=10 B=10",
-        """
-        0 A1 -> load A
-        0 B1 ->
-        1 loaded A -> run A1
-        2 end A1 -> unload A
-        3 unloaded A -> load B
-        """,
-    ),
-    Case(
-        "llama-swap: models that fit together load without eviction; there in parallel, here one by one",
-        "A=5 B=5",
-        """
-        0 A1 -> load A
-        0 B1 ->
-        1 loaded A -> run A1, load B
-        2 loaded B -> run B1
         """,
     ),
     Case(
@@ -551,39 +511,6 @@ PEER_CASES = (
         3 unloaded X -> load A
         4 loaded A -> run A1, load B
         5 loaded B -> run B1
-        """,
-    ),
-    Case(
-        "llama-swap: A B C A B C takes one load each",
-        "A=10 B=10 C=10",
-        """
-        0 A1 -> load A
-        0 B1 ->
-        0 C1 ->
-        0 A2 ->
-        0 B2 ->
-        0 C2 ->
-        1 loaded A -> run A1 A2
-        2 end A1 ->
-        2 end A2 -> unload A
-        3 unloaded A -> load B
-        3 loaded B -> run B1 B2
-        4 end B1 ->
-        4 end B2 -> unload B
-        5 unloaded B -> load C
-        5 loaded C -> run C1 C2
-        """,
-    ),
-    Case(
-        "llama-swap: no swap while one of several answers is open",
-        "A=10 B=10",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        0 A2 -> run A2
-        1 B1 ->
-        2 end A1 ->
-        3 end A2 -> unload A
         """,
     ),
     Case(
@@ -643,16 +570,6 @@ PEER_CASES = (
         """,
     ),
     Case(
-        "llama-swap: a persistent model stays beside what is loaded later",
-        "A=5/pinned B=5",
-        """
-        0 tick -> load A
-        0 loaded A ->
-        1 B1 -> load B
-        2 loaded B -> run B1
-        """,
-    ),
-    Case(
         "llama-swap: of equal choices the first defined is evicted; here the least recently used",
         "A=5 B=5 C=5",
         """
@@ -663,88 +580,6 @@ PEER_CASES = (
         1 end B1 ->
         2 end A1 ->
         3 C1 -> unload B
-        """,
-    ),
-    Case(
-        "ollama: after a failed load the next attempt may succeed",
-        "A=10",
-        """
-        0 A1 -> load A
-        1 failed A -> refuse A1:load_failed
-        2 A2 -> load A
-        3 loaded A -> run A2
-        """,
-    ),
-    Case(
-        "ollama: a second request uses the runner of the first",
-        "A=10",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        1 A2 -> run A2
-        """,
-    ),
-    Case(
-        "ollama: with one runner at most, the next model waits for the answers of the first",
-        "A=1 B=1",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        1 B1 ->
-        2 end A1 -> unload A
-        3 unloaded A -> load B
-        """,
-        max_loaded=1,
-    ),
-    Case(
-        "ollama: models share a GPU, one runs on the CPU beside them, and a fourth waits for enough memory",
-        "A=1/gpu B=24/gpu C=30 D=30/gpu",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        0 B1 -> load B
-        0 loaded B -> run B1
-        0 C1 -> load C
-        0 loaded C -> run C1
-        1 end A1 ->
-        2 D1 ->
-        3 end B1 -> unload A B
-        4 unloaded B ->
-        5 unloaded A -> load D
-        """,
-        limit=30,
-    ),
-    Case(
-        "ollama: the end of keep_alive under an open answer does nothing",
-        "A=4/keep1",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        9 tick ->
-        10 end A1 ->
-        11 tick -> unload A
-        """,
-    ),
-    Case(
-        "ollama: an idle runner is unloaded rather than one that works",
-        "A=5 B=5 C=5",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        0 B1 -> load B
-        0 loaded B -> run B1
-        1 end B1 ->
-        2 C1 -> unload B
-        """,
-    ),
-    Case(
-        "ollama: one that is asked to stop waits for its answers",
-        "A=5",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        1 unload A ->
-        2 end A1 -> unload A
         """,
     ),
     Case(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import io
 import json
 from contextlib import closing
@@ -105,18 +103,6 @@ def test_openai_refuses_truncated_json(demo: RunningServer) -> None:
         demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=3)
 
 
-async def test_openai_async(demo: RunningServer) -> None:
-    async with openai.AsyncOpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as client:
-        ask = client.chat.completions.parse
-        parsed = [
-            ask(model=MODEL, messages=USER, response_format=Address, max_tokens=600, seed=seed)
-            for seed in range(4)
-        ]
-        assert all(
-            isinstance(one.choices[0].message.parsed, Address) for one in await asyncio.gather(*parsed)
-        )
-
-
 def test_openai_embeddings(demo: RunningServer) -> None:
     """The client asks for base64 by default."""
     reply = demo.openai.embeddings.create(model=MODEL, input=["one", "two", "one"])
@@ -129,100 +115,7 @@ def test_openai_embeddings(demo: RunningServer) -> None:
 # litellm
 
 
-@pytest.fixture(scope="module")
-def litellm() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-        module = importlib.import_module("litellm")
-    module.telemetry = False
-    return module
-
-
-@pytest.fixture
-def asked(demo: RunningServer) -> dict[str, Any]:
-    return {
-        "model": f"openai/{MODEL}",
-        "api_base": demo.url + "/v1",
-        "api_key": "none",
-        "messages": USER,
-        "max_tokens": 40,
-    }
-
-
-@pytest.mark.full
-async def test_litellm_async(litellm: Any, asked: dict[str, Any]) -> None:
-    reply = await litellm.acompletion(**asked, seed=1)
-    stream = await litellm.acompletion(**asked, seed=1, stream=True)
-    assert (
-        "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        == reply.choices[0].message.content
-    )
-
-
-@pytest.mark.full
-def test_litellm_response_format(litellm: Any, asked: dict[str, Any]) -> None:
-    reply = litellm.completion(**asked | {"max_tokens": 1000}, response_format=Person)
-    assert Person.model_validate_json(reply.choices[0].message.content)
-    reply = litellm.completion(**asked | {"max_tokens": 300}, response_format={"type": "json_object"})
-    assert holds_object(reply.choices[0].message.content, reply.choices[0].finish_reason)
-
-
-@pytest.mark.full
-def test_litellm_embedding_and_errors(litellm: Any, asked: dict[str, Any]) -> None:
-    where = {name: asked[name] for name in ("model", "api_base", "api_key")}
-    reply = litellm.embedding(**where, input=["one", "two"])
-    assert [len(item["embedding"]) for item in reply.data] == [len(reply.data[0]["embedding"])] * 2
-    with pytest.raises(litellm.BadRequestError, match="temperature"):
-        litellm.completion(**asked, temperature=-1)
-
-
 # langchain
-
-
-@pytest.fixture(scope="module")
-def langchain() -> Any:
-    return importlib.import_module("langchain_openai")
-
-
-def chat_model(langchain: Any, demo: RunningServer, **options: Any) -> Any:
-    return langchain.ChatOpenAI(
-        model=MODEL, base_url=demo.url + "/v1", api_key="none", max_retries=0, **{"max_tokens": 40, **options}
-    )
-
-
-@pytest.mark.full
-def test_langchain_chat(langchain: Any, demo: RunningServer) -> None:
-    model = chat_model(langchain, demo, temperature=0)
-    reply = model.invoke([("system", "You are brief."), ("human", "What is a draft?")])
-    assert reply.content and reply.usage_metadata["output_tokens"] > 0
-    assert (
-        "".join(chunk.content for chunk in model.stream("What is a draft?"))
-        == model.invoke("What is a draft?").content
-    )
-    assert len(model.batch(["One", "Two", "Three"])) == 3
-
-
-@pytest.mark.full
-def test_langchain_structured_output(langchain: Any, demo: RunningServer) -> None:
-    model = chat_model(langchain, demo, max_tokens=1000)
-    assert isinstance(model.with_structured_output(Person, method="json_schema").invoke("A person."), Person)
-    described = {"title": "town", **Address.model_json_schema()}
-    assert set(model.with_structured_output(described, method="json_schema").invoke("A town.")) == {
-        "street",
-        "number",
-    }
-    sure = chat_model(langchain, demo, max_tokens=200, temperature=0)
-    pilot = sure.with_structured_output(None, method="json_mode").invoke(
-        "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"
-    )
-    assert pilot == {"name": "Paul", "age": 42, "city": "Lisbon", "job": "pilot"}
-
-
-@pytest.mark.full
-async def test_langchain_async(langchain: Any, demo: RunningServer) -> None:
-    model = chat_model(langchain, demo, seed=1)
-    whole = await model.ainvoke("Hello")
-    assert "".join([chunk.content async for chunk in model.astream("Hello")]) == whole.content
 
 
 # foreword chat --tools

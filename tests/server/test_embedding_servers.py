@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from foreword.bench.server import ServerProcess
@@ -96,18 +95,6 @@ def test_models_serve_concurrently(server: ServerProcess) -> None:
         if line.startswith('foreword_spec_draft_tokens_total{drafter="draft",model="tiny"}')
     )
     assert float(drafted.split()[-1]) > 100
-
-
-def test_openai_with_both_models(server: ServerProcess) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    assert [card.id for card in client.models.list().data] == ["tiny", "bert"]
-    for model, size in (("tiny", 64), ("bert", 48)):
-        answer = client.embeddings.create(model=model, input=TEXTS[:3])
-        assert [len(item.embedding) for item in answer.data] == [size] * 3
-        plain = client.embeddings.create(model=model, input=TEXTS[:3], encoding_format="float", dimensions=8)
-        assert [len(item.embedding) for item in plain.data] == [8] * 3
-    with pytest.raises(openai.BadRequestError, match="bert is an encoder"):
-        client.completions.create(model="bert", prompt="a")
 
 
 def test_encoder_in_models_health_and_metrics(server: ServerProcess) -> None:

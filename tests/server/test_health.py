@@ -255,41 +255,12 @@ def test_loading_app_has_the_connection_limits() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-def test_error_before_the_first_token_is_no_stream(served: RunningServer, stream: bool, n: int) -> None:
-    served.set_output(FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
-    reply = served.http.post(CHAT, json={"messages": USER, "stream": stream, "n": n})
-    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "3")
-    assert reply.json()["error"]["code"] == "overloaded"
-
-
-def test_error_after_the_first_token_is_an_event(served: RunningServer) -> None:
-    served.set_output(FakeOutput(fail_after=2, error=Overloaded("it waited too long")))
-    reply = served.http.post(CHAT, json={"messages": USER, "stream": True})
-    assert (
-        reply.status_code == 200
-        and "it waited too long" in reply.text
-        and reply.text.endswith("data: [DONE]\n\n")
-    )
-
-
-def test_early_failure_of_one_choice_leaves_the_others(served: RunningServer) -> None:
-    served.set_output(lambda request: FakeOutput("fine", fail_after=0 if request.id.endswith("-0") else None))
-    reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
-    assert (
-        reply.status_code == 200
-        and '"finish_reason":"stop"' in reply.text
-        and "the script says so" in reply.text
-    )
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"prompt": "Hi", "n": 3}, {"prompt": ["Hi", "Ho", "Ha"]}])
 def test_queue_timeout_refuses_the_whole_request(
     served: RunningServer, body: dict[str, Any], stream: bool
 ) -> None:
     """A queue timeout of the first choice fails the others, which still wait."""
-    refused = FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
+    refused = FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=1.1))
     served.set_output(
         lambda request: refused if request is served.client.submitted[0] else FakeOutput(delay_s=1000)
     )

@@ -123,17 +123,6 @@ def test_refused_fields_have_a_reason(served: RunningServer, field: str, value: 
     assert error["message"].startswith(f"{field} is refused: ") and reason in error["message"]
 
 
-def test_neutral_values_are_accepted(served: RunningServer) -> None:
-    neutral = {
-        "mirostat": 0,
-        "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1,
-        "use_beam_search": False,
-        "length_penalty": 1.0,
-    }
-    assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
-
-
 def test_image_for_a_text_model_is_named(served: RunningServer) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     status, error = post(served, {"messages": [{"role": "user", "content": [part]}]})

@@ -325,26 +325,6 @@ def test_held_back_draft_tokens_are_marked_later(served: RunningServer) -> None:
     assert told == [([["S", *draft], ["T", False], ["x", *draft], ["y", False]], 2), ([], 1)]
 
 
-def test_failed_choice_is_an_error(served: RunningServer) -> None:
-    served.set_output(
-        lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-1") else None)
-    )
-    with pytest.raises(openai.InternalServerError, match="the script says so"):
-        served.chat(n=2)
-
-
-def test_failed_choice_comes_last_in_a_stream(served: RunningServer) -> None:
-    served.set_output(
-        lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-0") else None)
-    )
-    chunks = []
-    with pytest.raises(openai.APIError, match="the script says so"):
-        for chunk in served.chat(n=2, stream=True, stream_options={"include_usage": True}):
-            chunks.append(chunk)
-    assert text_of(chunks, 0) == "abc" and text_of(chunks, 1) == "abcdef"
-    assert reasons_of(chunks) == [(1, "stop")]
-
-
 def test_engine_dies_during_a_stream(served: RunningServer) -> None:
     served.set_output(FakeOutput("abcdef", hang_after=2))
     stream = served.chat(stream=True)

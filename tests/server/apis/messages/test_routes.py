@@ -293,13 +293,6 @@ def test_refusals_show_the_form_of_this_api(
     assert reply.status_code == 400 and error["message"].startswith(param) and part in error["message"]
 
 
-def test_server_tools_are_skipped_and_named(served: RunningServer) -> None:
-    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
-    reply = served.http.post(PATH, json={"messages": USER, "max_tokens": 2, "tools": tools})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["x-foreword-ignored-fields"] == "tools[0].web_search_20250305"
-
-
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "web_search"}, {"type": "any"}])
 def test_choice_of_a_skipped_tool_is_auto(served: RunningServer, choice: dict[str, Any]) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]  # as Claude Code asks
