@@ -33,9 +33,9 @@ from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, 
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
+from foreword.embedding.encoder_messages import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
-from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.engine_client.local import LocalAdapters, LocalClient, LoraInput, defer_interrupt
 from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker

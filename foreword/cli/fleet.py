@@ -32,9 +32,8 @@ from foreword.config.models_file import read_models
 from foreword.config.options import Config, option_fields
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.errors import ConfigError
-from foreword.fleet.node_choice import Autoscaler
 from foreword.fleet.ray_cluster import RayCluster
-from foreword.fleet.replica_controller import ReplicaController, RouterClient
+from foreword.fleet.replica_controller import Autoscaler, ReplicaController, RouterClient
 
 logger = logging.getLogger("foreword.fleet")
 

@@ -26,11 +26,11 @@ from foreword.embedding.encoder_messages import (
     TokenizedPair,
     pack_message,
     read_message_async,
+    scalar,
     validate_pairs,
     validate_texts,
 )
 from foreword.embedding.encoder_tokenizer import EncoderTokenizer
-from foreword.embedding.vectors import scalar
 from foreword.errors import ConfigError, EngineDead, ForewordError, InvalidRequest, Overloaded, RequestFailed
 from foreword.utils.threads import run_in_own_thread
 from foreword.weights.hub import resolve_path

@@ -16,6 +16,7 @@ from foreword.embedding.encoder_messages import (
     EncoderInfo,
     EncoderInput,
     TokenizedPair,
+    scalar,
     split_batches,
     validate_pairs,
     validate_texts,
@@ -23,7 +24,6 @@ from foreword.embedding.encoder_messages import (
 from foreword.embedding.encoder_tokenizer import EncoderTokenizer
 from foreword.embedding.modernbert import ModernBert
 from foreword.embedding.sentence_transformers import read_pooling_config
-from foreword.embedding.vectors import scalar
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend

@@ -25,7 +25,7 @@ from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.remote_messages import build_digest
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.memory import plan_fleet
-from foreword.fleet.node_choice import Needs, NodeFacts
+from foreword.fleet.replica_controller import Needs, NodeFacts
 from foreword.planning.hardware import hardware_info, probe_hardware
 
 LOCAL: Final = "local"  # address of a cluster on this machine alone, which ends with this process

@@ -1,12 +1,19 @@
-"""Decodes image files to RGB. Runs in the worker process of `multimodal.image_loader`."""
+"""Decodes and preprocesses images: the worker process of `multimodal.image_loader`.
+
+A job is two messages: SIZE or PIXELS, then a file. The reply is {"size": [height, width]} or {"reason": ...}.
+After the size come the pixels, for PIXELS only. For SIZE, the size is the header's, before EXIF rotation.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import re
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Final
 
 from PIL import (
@@ -21,7 +28,9 @@ from PIL import (
 )
 from PIL.Image import Transpose
 
-from foreword.multimodal.limits import MAX_ASPECT_RATIO
+from foreword.multimodal.image_processor import ImageProcessor
+from foreword.multimodal.limits import MAX_ASPECT_RATIO, MediaLimits
+from foreword.workers.worker import serve
 
 FORMATS: Final = tuple(
     plugin.format
@@ -47,6 +56,9 @@ ORIENTATION_TRANSPOSES: Final = {
 }
 WHITE = (255, 255, 255, 255)
 STRIP_PIXELS = 1 << 20  # pixels composited at a time
+SIZE: Final = b"size"
+PIXELS: Final = b"pixels"
+MAX_COMMAND_BYTES: Final = 16
 
 
 class ImageError(Exception):
@@ -153,3 +165,35 @@ def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
     except Exception:  # broken EXIF raises anything
         return image
     return image if transpose is None else image.transpose(transpose)
+
+
+def start(setup: tuple[ImageProcessor, MediaLimits]) -> Callable[[Connection], None]:
+    """Returns the handler of jobs."""
+    processor, limits = setup
+    Image.preinit()  # imports Pillow's plugins: later, no file can be opened
+
+    def handle(connection: Connection) -> None:
+        command = connection.recv_bytes(MAX_COMMAND_BYTES)
+        data = connection.recv_bytes(limits.max_bytes)
+        pixels = None
+        try:
+            if command == SIZE:
+                size = read_size(data, limits.max_pixels)
+            else:
+                image = decode(data, limits.max_pixels)
+                size, pixels = (image.height, image.width), processor.to_pixels(image)
+        except ImageError as error:
+            reply: dict[str, object] = {"reason": str(error)}
+        except MemoryError:
+            reply = {"reason": "it takes too much memory to preprocess"}
+        else:
+            reply = {"size": size}
+        connection.send_bytes(json.dumps(reply).encode())
+        if pixels is not None:
+            connection.send_bytes(pixels)
+
+    return handle
+
+
+if __name__ == "__main__":
+    sys.exit(serve(int(sys.argv[1]), start))

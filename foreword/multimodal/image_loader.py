@@ -14,14 +14,14 @@ from typing import Final
 from foreword.core.images import PromptImage
 from foreword.errors import InvalidRequest
 from foreword.multimodal import limits
-from foreword.multimodal.decode_worker import PIXELS, SIZE
+from foreword.multimodal.decode import PIXELS, SIZE
 from foreword.multimodal.fetch import Fetcher
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.image_source import ImageSource
 from foreword.multimodal.limits import MediaLimits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
-WORKER: Final = "foreword.multimodal.decode_worker"
+WORKER: Final = "foreword.multimodal.decode"
 MAX_REPLY_BYTES: Final = 1 << 16
 
 

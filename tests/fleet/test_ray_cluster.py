@@ -20,7 +20,7 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.cli.fleet import _node_config, _to_environment
 from foreword.config.options import Config
-from foreword.fleet.node_choice import Autoscaler
+from foreword.fleet.replica_controller import Autoscaler
 from tests.support.processes import kill_tree
 from tests.support.streams import NUM_STREAMS, ask_all
 from tests.support.waiting import WAIT_S, wait_until

@@ -12,8 +12,7 @@ import pytest
 from foreword.config.options import Config
 from foreword.engine_client.remote_messages import build_digest
 from foreword.errors import ConfigError
-from foreword.fleet.node_choice import Autoscaler, Needs, NodeFacts
-from foreword.fleet.replica_controller import ReplicaController, RouterClient
+from foreword.fleet.replica_controller import Autoscaler, Needs, NodeFacts, ReplicaController, RouterClient
 from tests.support.waiting import FakeClock
 
 KEY = "a key of the engines"

@@ -15,9 +15,8 @@ from fastapi import Request as HTTPRequest
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent
 from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
-from foreword.embedding.encoder_messages import EncoderInfo
+from foreword.embedding.encoder_messages import EncoderInfo, cosine, normalize_embedding
 from foreword.embedding.encoder_tokenizer import EncoderTokenizer
-from foreword.embedding.vectors import cosine, normalize_embedding
 from foreword.engine_client.base import EngineClient
 from foreword.errors import DeadlineExceeded, ModelLoading, Overloaded, RequestFailed, Unsupported
 from foreword.planning.resolve import ResolvedConfig

@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request, Response
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.errors import InvalidRequest
-from foreword.server.answering.chat import build_requests
-from foreword.server.answering.generation import Generation
+from foreword.server.answering.generation import Generation, build_requests
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.choices_writer import (

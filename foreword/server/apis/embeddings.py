@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from foreword.embedding.vectors import FLOAT_BYTES, normalize_embedding
+from foreword.embedding.encoder_messages import FLOAT_BYTES, normalize_embedding
 from foreword.errors import InvalidRequest
 from foreword.server.answering.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
 from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_token_ids

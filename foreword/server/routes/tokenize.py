@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.chat_formats.tool_validation import check_tools
 from foreword.errors import InvalidRequest
-from foreword.server.answering.chat import build_prompt
+from foreword.server.answering.generation import build_prompt
 from foreword.server.apis.body import ModelName, StrictModel, num_parts
 from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
 from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField

@@ -16,8 +16,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
-from foreword.server.answering.chat import build_requests
-from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue, Generation
+from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue, Generation, build_requests
 from foreword.server.apis.chat.routes import ChatWriter
 from foreword.server.apis.choices_writer import ChoicesWriter, ResponseHeader, ResponseOptions
 from foreword.server.apis.completions import CompletionWriter

@@ -13,8 +13,7 @@ import openai
 import pytest
 
 from foreword.config.options import Config
-from foreword.embedding.encoder_messages import EncoderInfo
-from foreword.embedding.vectors import normalize_embedding
+from foreword.embedding.encoder_messages import EncoderInfo, normalize_embedding
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeOutput
 from tests.support.waiting import WAIT_S

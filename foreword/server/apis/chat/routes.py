@@ -18,8 +18,7 @@ from foreword.chat_formats.events import (
     ReasoningText,
 )
 from foreword.chat_formats.tools import NO_TOOLS, ToolUse
-from foreword.server.answering.chat import start_chat
-from foreword.server.answering.generation import Generation
+from foreword.server.answering.generation import Generation, start_chat
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import num_parts
 from foreword.server.apis.chat.body import ChatBody, to_template_messages

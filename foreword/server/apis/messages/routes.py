@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request, Response
 from foreword.chat_formats.events import ChatEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
-from foreword.server.answering.chat import count_prompt_tokens, start_chat
-from foreword.server.answering.generation import Generation
+from foreword.server.answering.generation import Generation, count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.answer_parts import AnswerParts
 from foreword.server.apis.body import num_parts

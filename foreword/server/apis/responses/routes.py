@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from foreword.core.params import TO_THE_END, SamplingParams
 from foreword.errors import ResponseNotFound, Unsupported
-from foreword.server.answering.chat import count_prompt_tokens, start_chat
+from foreword.server.answering.generation import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import num_parts
 from foreword.server.apis.choices_writer import TokenNames

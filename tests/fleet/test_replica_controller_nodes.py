@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.fleet.node_choice import Autoscaler, ModelLoad, Needs, NodeFacts, choose_node, why_not
+from foreword.fleet.replica_controller import Autoscaler, ModelLoad, Needs, NodeFacts, choose_node, why_not
 
 GIB = 1 << 30
 NEEDS = Needs(4 * GIB, 2)
