@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
-from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
+
+if TYPE_CHECKING:
+    from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
 
 
 class DraftRequest(NamedTuple):
