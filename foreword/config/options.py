@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -42,497 +43,396 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+model_option = partial(option, group="model")
+scheduler_option = partial(option, group="scheduler")
+image_option = partial(option, group="images")
+speculation_option = partial(option, group="speculation")
+fleet_option = partial(option, group="fleet")
+server_option = partial(option, group="server")
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The user's options; None and "auto" leave the choice to `resolve()`."""
 
-    model: str | None = option(
-        None,
-        "checkpoint directory, GGUF file or hub id (default: the bundled demo)",
-        group="model",
-        common=True,
+    model: str | None = model_option(
+        None, "checkpoint directory, GGUF file or hub id (default: the bundled demo)", common=True
     )
-    served_model_name: str | None = option(
+    served_model_name: str | None = model_option(
         None,
         "name in the API (default: the model's last part); several by commas or spaces, the first in answers",
-        group="model",
         many=True,
         common=True,
     )
-    any_model_name: bool = option(
+    any_model_name: bool = model_option(
         False,
         "take any other name in the API as the served model's: agents ask for models of their own provider",
-        group="model",
     )
-    lora_modules: str | None = option(
+    lora_modules: str | None = model_option(
         None,
         'LoRA adapters, name=path or {"name": ..., "path": ...}; each is a model of its name in the API',
-        group="model",
         many=True,
     )
-    enable_lora: bool = option(
-        False, "keep room for LoRA adapters also without --lora-modules", group="model"
-    )
-    max_loras: int | None = option(
+    enable_lora: bool = model_option(False, "keep room for LoRA adapters also without --lora-modules")
+    max_loras: int | None = model_option(
         None,
         "LoRA adapters in memory at a time (default: those of --lora-modules, at least 1)",
-        group="model",
         limits=(1, 1024),
     )
-    max_lora_rank: int = option(
-        16, "largest rank of a LoRA adapter; memory is kept for it", group="model", limits=(1, 512)
+    max_lora_rank: int = model_option(
+        16, "largest rank of a LoRA adapter; memory is kept for it", limits=(1, 512)
     )
-    allow_runtime_lora_updating: bool = option(
-        False, "clients may load and unload LoRA adapters of --lora-dir, keys permitting", group="model"
+    allow_runtime_lora_updating: bool = model_option(
+        False, "clients may load and unload LoRA adapters of --lora-dir, keys permitting"
     )
-    lora_dir: str | None = option(
-        None, "directory whose LoRA adapters clients may load; others are refused", group="model"
+    lora_dir: str | None = model_option(
+        None, "directory whose LoRA adapters clients may load; others are refused"
     )
-    embedding_model: str | None = option(
-        None, "checkpoint of the BERT family for embeddings or reranking, in its own process", group="model"
+    embedding_model: str | None = model_option(
+        None, "checkpoint of the BERT family for embeddings or reranking, in its own process"
     )
-    generation_config: str = option(
+    generation_config: str = model_option(
         "auto",
         "sampling defaults: those of generation_config.json, or none (as vllm): temperature 1 and no filters",
-        group="model",
         choices=("auto", "none", "vllm"),
     )
-    chat_template: str | None = option(
-        None, "Jinja file, or its text, used in place of the checkpoint's chat template", group="model"
+    chat_template: str | None = model_option(
+        None, "Jinja file, or its text, used in place of the checkpoint's chat template"
     )
-    tool_format: str = option(
+    tool_format: str = model_option(
         "auto",
         "how the model writes tool calls: found and proven by its chat template, none, or a family's name, "
         "which is taken without proof (docs/tools.md has them)",
-        group="model",
     )
-    device: str = option(
-        "auto", "compute device", group="model", choices=("auto", "cpu", "cuda"), common=True
-    )
-    dtype: str = option(
+    device: str = model_option("auto", "compute device", choices=("auto", "cpu", "cuda"), common=True)
+    dtype: str = model_option(
         "auto",
         "data type of weights, activations and KV cache; half is float16, float is float32",
-        group="model",
         choices=("auto", "float32", "bfloat16", "float16", "half", "float"),
         common=True,
     )
-    quantization: str | None = option(
+    quantization: str | None = model_option(
         None,
         "quantize weights while loading: int8, int4 (embedding and head stay in 8 bits), or fp8 on GPUs",
-        group="model",
         choices=("int8", "int4", "fp8"),
         common=True,
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = model_option(
         "auto",
         "data type of the KV cache (default: that of the activations); fp8 on GPUs",
-        group="model",
         choices=("auto", "int8", "fp8"),
     )
-    cpu_isa: str = option(
+    cpu_isa: str = model_option(
         "auto",
         "instruction set of the CPU kernels (default: the best available); reference computes in torch",
-        group="model",
         choices=("auto", "amx", "avx512", "avx2-vnni", "avx2", "neon", "portable", "reference"),
     )
-    gguf_dequantize: bool = option(
-        False,
-        "convert GGUF types without kernels (IQ2_XS, IQ3_XXS, TQ2_0, ...) to floats of `dtype`",
-        group="model",
+    gguf_dequantize: bool = model_option(
+        False, "convert GGUF types without kernels (IQ2_XS, IQ3_XXS, TQ2_0, ...) to floats of `dtype`"
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = model_option(
         None,
         "context limit in tokens (default: the checkpoint's, as the cache allows)",
-        group="model",
         limits=(1, 1 << 24),
         common=True,
     )
-    seed: int | None = option(
+    seed: int | None = model_option(
         None,
         "seed of requests without one (default and -1: a random one for each)",
-        group="model",
         limits=(-(2**63), 2**64 - 1),
     )
-    threads: int | None = option(
+    threads: int | None = model_option(
         None,
         "CPU threads of the engine (default: all cores; one for models below 32 MiB, and on GPUs)",
-        group="model",
         limits=(1, 1 << 24),
     )
-    cpus: str | None = option(
-        None,
-        'CPU cores that the engine may run on, as taskset lists them: "0-7,16-23" (default: all)',
-        group="model",
+    cpus: str | None = model_option(
+        None, 'CPU cores that the engine may run on, as taskset lists them: "0-7,16-23" (default: all)'
     )
-    gpus: str | None = option(
+    gpus: str | None = model_option(
         None,
         "GPUs that the engine may use, as in CUDA_VISIBLE_DEVICES; it computes on the first (default: all)",
-        group="model",
     )
-    load_format: str = option(
+    load_format: str = model_option(
         "auto",
         "auto loads the weights; dummy makes random ones of config.json's shapes, to measure speed",
-        group="model",
         choices=("auto", "dummy"),
     )
-    enforce_eager: bool = option(
-        False, "launch kernels one by one instead of CUDA graphs; no effect on CPUs", group="model"
+    enforce_eager: bool = model_option(
+        False, "launch kernels one by one instead of CUDA graphs; no effect on CPUs"
     )
-    overlap: bool = option(
-        True,
-        "on GPUs, schedule and update one step while the device computes the next; tokens are the same",
-        group="model",
+    overlap: bool = model_option(
+        True, "on GPUs, schedule and update one step while the device computes the next; tokens are the same"
     )
-    allow_torch_on_gpu: bool = option(
-        False,
-        "compute in torch, many times slower, on a GPU where Triton's kernels cannot be used",
-        group="model",
+    allow_torch_on_gpu: bool = model_option(
+        False, "compute in torch, many times slower, on a GPU where Triton's kernels cannot be used"
     )
-    fast_math: bool = option(
-        False, "faster matrix products whose bits depend on the batch: gives up exactness", group="model"
+    fast_math: bool = model_option(
+        False, "faster matrix products whose bits depend on the batch: gives up exactness"
     )
 
-    max_num_seqs: int | None = option(
-        None,
-        "maximum of running requests (default: 64 on CPU, 256 on GPU)",
-        group="scheduler",
-        limits=(1, 1 << 24),
-        common=True,
+    max_num_seqs: int | None = scheduler_option(
+        None, "maximum of running requests (default: 64 on CPU, 256 on GPU)", limits=(1, 1 << 24), common=True
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: int | None = scheduler_option(
         None,
         "rows of one step (default: 512 on a CPU, 8192 on a GPU of 64 GiB or more, 2048 on others)",
-        group="scheduler",
         limits=(1, 1 << 24),
     )
-    max_waiting: int = option(
-        4096,
-        "maximum of open requests, running or waiting; more are rejected with 429",
-        group="scheduler",
-        limits=(1, 1 << 24),
+    max_waiting: int = scheduler_option(
+        4096, "maximum of open requests, running or waiting; more are rejected with 429", limits=(1, 1 << 24)
     )
-    max_waiting_tokens: int = option(
+    max_waiting_tokens: int = scheduler_option(
         4_000_000,
         "maximum of prompt tokens of open requests; more are rejected with 429",
-        group="scheduler",
         limits=(1, 1 << 40),
     )
-    queue_timeout: float = option(
+    queue_timeout: float = scheduler_option(
         300.0,
         "seconds that a request may wait for its first step before it is rejected with 429; 0 for no limit",
-        group="scheduler",
         limits=(0, 86_400),
     )
-    request_timeout: float = option(
+    request_timeout: float = scheduler_option(
         0.0,
         "seconds that a request may take in total before it fails with 408; 0 for no limit",
-        group="scheduler",
         limits=(0, 86_400),
     )
-    default_max_tokens: int = option(
-        16_384,
-        "max_tokens of requests without it; 0: up to the end of the context",
-        group="scheduler",
-        limits=(0, 1 << 24),
+    default_max_tokens: int = scheduler_option(
+        16_384, "max_tokens of requests without it; 0: up to the end of the context", limits=(0, 1 << 24)
     )
-    on_runaway: str = option(
+    on_runaway: str = scheduler_option(
         "warn",
         "on repetitive output: log a warning, stop with finish_reason repetition, or do nothing",
-        group="scheduler",
         choices=("warn", "stop", "off"),
     )
-    replicas: int = option(
+    replicas: int = scheduler_option(
         1,
         "engines of the model on this machine; the answers of one that dies go on in another; 0 only with "
         "--replica-urls",
-        group="scheduler",
         limits=(0, 64),
     )
-    replica_urls: str | None = option(
+    replica_urls: str | None = scheduler_option(
         None,
         "servers whose engines are replicas too, comma-separated; --engine-key is that of these servers",
-        group="scheduler",
         many=True,
     )
-    max_replicas: int | None = option(
+    max_replicas: int | None = scheduler_option(
         None,
         "with --ray, most servers of the model, while requests wait (default: --replicas)",
-        group="scheduler",
         limits=(1, 1024),
     )
-    replica_timeout: float = option(
-        60.0,
-        "seconds that a request waits for a replica to be ready when none is",
-        group="scheduler",
-        limits=(0, 86_400),
+    replica_timeout: float = scheduler_option(
+        60.0, "seconds that a request waits for a replica to be ready when none is", limits=(0, 86_400)
     )
-    hang_timeout: float = option(
+    hang_timeout: float = scheduler_option(
         60.0,
         "seconds that a step may take, or the heartbeat may be missing, before the engine is restarted",
-        group="scheduler",
         limits=(1, 86_400),
     )
-    kv_cache_memory: str | None = option(
+    kv_cache_memory: str | None = scheduler_option(
         None,
         'size of the KV cache: "2GiB", "4000tokens" (default: by free memory, at most 4 GiB on a CPU)',
-        group="scheduler",
         common=True,
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = scheduler_option(
         0.9,
         "share of the GPU's memory that may be in use by all processes; the KV cache gets the rest of it",
-        group="scheduler",
         limits=(0.05, 1.0),
     )
-    block_size: int = option(
-        16,
-        "tokens in one block of the KV cache (a power of two, 1 to 256)",
-        group="scheduler",
-        limits=(1, 256),
+    block_size: int = scheduler_option(
+        16, "tokens in one block of the KV cache (a power of two, 1 to 256)", limits=(1, 256)
     )
-    trace: str | None = option(
+    trace: str | None = scheduler_option(
         None,
         "file for the scheduler's decisions, for replay; has token ids; FILE.drafts: decisions on drafts",
-        group="scheduler",
     )
-    prefix_caching: bool = option(True, "reuse KV blocks of equal prompt prefixes", group="scheduler")
+    prefix_caching: bool = scheduler_option(True, "reuse KV blocks of equal prompt prefixes")
 
-    max_images: int = option(16, "maximum of images in one request", group="images", limits=(1, 1024))
-    max_image_mb: int = option(
-        20, "maximum size of an image file in MB, before decoding", group="images", limits=(1, 1024)
+    max_images: int = image_option(16, "maximum of images in one request", limits=(1, 1024))
+    max_image_mb: int = image_option(
+        20, "maximum size of an image file in MB, before decoding", limits=(1, 1024)
     )
-    max_image_pixels: int = option(
-        50_000_000,
-        "maximum of pixels of an image, by its header, before decoding",
-        group="images",
-        limits=(1, 1 << 30),
+    max_image_pixels: int = image_option(
+        50_000_000, "maximum of pixels of an image, by its header, before decoding", limits=(1, 1 << 30)
     )
-    image_memory: str = option(
-        "1GiB",
-        "memory for the pixels of open requests, in each of two processes; more are rejected with 429",
-        group="images",
+    image_memory: str = image_option(
+        "1GiB", "memory for the pixels of open requests, in each of two processes; more are rejected with 429"
     )
-    image_cache_memory: str = option(
-        "256MiB", "memory of the cache of encoded images, reused when an image comes again", group="images"
+    image_cache_memory: str = image_option(
+        "256MiB", "memory of the cache of encoded images, reused when an image comes again"
     )
-    allowed_media_domains: str = option(
+    allowed_media_domains: str = image_option(
         "",
         "hosts that images may be fetched from by http(s), comma-separated (default: none, only data: URLs)",
-        group="images",
     )
-    allowed_local_media_path: str | None = option(
-        None, "directory below which file:// images may be read (default: none)", group="images"
+    allowed_local_media_path: str | None = image_option(
+        None, "directory below which file:// images may be read (default: none)"
     )
-    media_timeout: float = option(
-        5.0, "timeout for fetching an image, in seconds", group="images", limits=(0.1, 3600)
-    )
+    media_timeout: float = image_option(5.0, "timeout for fetching an image, in seconds", limits=(0.1, 3600))
 
-    speculate: str = option(
+    speculate: str = speculation_option(
         "auto",
         "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, replay, "
         "module:Class for your own, or the name of an installed one",
-        group="speculation",
         common=True,
     )
-    draft_model: str | None = option(
-        None, "a smaller checkpoint with the same tokenizer", group="speculation", common=True
+    draft_model: str | None = speculation_option(
+        None, "a smaller checkpoint with the same tokenizer", common=True
     )
-    num_speculative_tokens: int | None = option(
+    num_speculative_tokens: int | None = speculation_option(
         None,
         "maximum of drafted tokens per request and step; 0: none (default: 32, or 4 with draft_length fixed)",
-        group="speculation",
         limits=(0, 64),
         common=True,
     )
-    draft_length: str = option(
+    draft_length: str = speculation_option(
         "adaptive",
         "adaptive: the length with the highest measured gain; fixed: up to num_speculative_tokens",
-        group="speculation",
         choices=("adaptive", "fixed"),
     )
-    max_request_slowdown: float = option(
+    max_request_slowdown: float = speculation_option(
         0.02,
         "share of its time that a request may lose to drafts of others; more allows more tokens in all",
-        group="speculation",
         limits=(0.0, 1.0),
     )
-    suffix_corpus_memory: str = option(
-        "64MiB",
-        "memory for finished outputs that suffix drafts from, separate for each API key; 0 for none",
-        group="speculation",
+    suffix_corpus_memory: str = speculation_option(
+        "64MiB", "memory for finished outputs that suffix drafts from, separate for each API key; 0 for none"
     )
-    prompt_lookup_min: int = option(2, "minimum length of the n-grams of ngram", group="speculation")
-    prompt_lookup_max: int = option(
-        4, "maximum length of the n-grams of ngram", group="speculation", limits=(1, 32)
+    prompt_lookup_min: int = speculation_option(2, "minimum length of the n-grams of ngram")
+    prompt_lookup_max: int = speculation_option(4, "maximum length of the n-grams of ngram", limits=(1, 32))
+    replay_file: str | None = speculation_option(
+        None, "JSON lines of recorded outputs for the replay drafter"
     )
-    replay_file: str | None = option(
-        None, "JSON lines of recorded outputs for the replay drafter", group="speculation"
+    replay_error_rate: float = speculation_option(
+        0.0, "share of replayed tokens that are replaced by wrong ones", limits=(0.0, 1.0)
     )
-    replay_error_rate: float = option(
-        0.0,
-        "share of replayed tokens that are replaced by wrong ones",
-        group="speculation",
-        limits=(0.0, 1.0),
+    replay_cost: bool = speculation_option(
+        False, "run the draft model for every replayed token, to include its cost"
     )
-    replay_cost: bool = option(
-        False, "run the draft model for every replayed token, to include its cost", group="speculation"
-    )
-    speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
+    speculative_config: str | None = speculation_option(None, "the above as JSON, as in vLLM")
 
-    models: str | None = option(
+    models: str | None = fleet_option(
         None,
         "several models, loaded on demand: a YAML file (docs/fleet.md), a directory of models, or names",
-        group="fleet",
         many=True,
         common=True,
     )
-    memory_limit: str | None = option(
-        None, 'memory of all loaded models: "48GiB" (default: the machine\'s, less a reserve)', group="fleet"
+    memory_limit: str | None = fleet_option(
+        None, 'memory of all loaded models: "48GiB" (default: the machine\'s, less a reserve)'
     )
-    ray: str | None = option(
+    ray: str | None = fleet_option(
         None,
         "address of a Ray cluster whose machines run the engines, HOST:PORT or auto; local: this machine",
-        group="fleet",
     )
-    keep_alive: str | None = option(
+    keep_alive: str | None = fleet_option(
         None,
         'time without an answer until a model is unloaded: "5m", "90s", 0 for at once, '
         "-1 for never (default: 5m with --models, else never)",
-        group="fleet",
     )
-    max_loaded_models: int | None = option(
-        None,
-        "maximum of models in memory at a time (default: as many as fit)",
-        group="fleet",
-        limits=(1, 1024),
+    max_loaded_models: int | None = fleet_option(
+        None, "maximum of models in memory at a time (default: as many as fit)", limits=(1, 1024)
     )
-    max_swap_wait: float | None = option(
+    max_swap_wait: float | None = fleet_option(
         None,
         "seconds that requests of loaded models may pass one whose model waits for memory (default: 10)",
-        group="fleet",
         limits=(0, 86_400),
     )
 
-    host: str = option("127.0.0.1", "address to listen on", group="server", common=True)
-    port: int = option(
-        8000, "port to listen on; 0 takes a free one", group="server", limits=(0, 65535), common=True
+    host: str = server_option("127.0.0.1", "address to listen on", common=True)
+    port: int = server_option(8000, "port to listen on; 0 takes a free one", limits=(0, 65535), common=True)
+    uds: str | None = server_option(
+        None, "path of a Unix socket to listen on, instead of host and port; mode 660"
     )
-    uds: str | None = option(
-        None, "path of a Unix socket to listen on, instead of host and port; mode 660", group="server"
+    root_path: str = server_option("", "path prefix that a proxy puts before all routes, such as /llm")
+    ui: bool = server_option(True, "serve the page at / and the API's fields at /docs")
+    api_key: str | None = server_option(
+        None, "API key that clients must send; comma-separated if several", guards_access=True, common=True
     )
-    root_path: str = option(
-        "", "path prefix that a proxy puts before all routes, such as /llm", group="server"
-    )
-    ui: bool = option(True, "serve the page at / and the API's fields at /docs", group="server")
-    api_key: str | None = option(
-        None,
-        "API key that clients must send; comma-separated if several",
-        group="server",
-        guards_access=True,
-        common=True,
-    )
-    api_key_file: str | None = option(
+    api_key_file: str | None = server_option(
         None,
         "YAML file of hashed API keys and their limits, written by `foreword keys`; reloaded when it changes",
-        group="server",
         guards_access=True,
     )
-    usage_db: str | None = option(
+    usage_db: str | None = server_option(
         None,
         "SQLite file of usage by day, key and model, read by `foreword keys usage`; servers may share it",
-        group="server",
     )
-    engine_key: str | None = option(
-        None,
-        "key with which other servers (their --replica-urls) use this one's engine",
-        group="server",
-        guards_access=True,
+    engine_key: str | None = server_option(
+        None, "key with which other servers (their --replica-urls) use this one's engine", guards_access=True
     )
-    router_timeout: float = option(
+    router_timeout: float = server_option(
         0.0,
         "seconds without a server that uses the engine by --engine-key until this one ends; 0 for never",
-        group="server",
         limits=(0, 86_400),
     )
-    cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
-    allowed_hosts: str = option(
+    cors_origins: str = server_option("", "allowed browser origins, comma-separated; * for all")
+    allowed_hosts: str = server_option(
         "",
         "names besides --host under which clients reach a server without keys, comma-separated, such as "
         "ai.example.com or .example.com for all subdomains; addresses and local names always are; * for all",
-        group="server",
     )
-    max_body_mb: int = option(32, "maximum size of a request body in MB", group="server", limits=(1, 1024))
-    response_store_mb: int = option(
+    max_body_mb: int = server_option(32, "maximum size of a request body in MB", limits=(1, 1024))
+    response_store_mb: int = server_option(
         64,
         "MB of memory for responses that later ones continue by previous_response_id; 0 stores none",
-        group="server",
         limits=(0, 1 << 20),
     )
-    response_store_ttl: float = option(
-        3600.0,
-        "seconds that a stored response is kept after its last use",
-        group="server",
-        limits=(1, 30 * 86_400),
+    response_store_ttl: float = server_option(
+        3600.0, "seconds that a stored response is kept after its last use", limits=(1, 30 * 86_400)
     )
-    unknown_fields: str = option(
+    unknown_fields: str = server_option(
         "refuse",
         "unknown fields of requests: refuse with 400, or ignore and name in X-Foreword-Ignored-Fields",
-        group="server",
         choices=("refuse", "warn"),
     )
-    max_connections: int = option(
-        4096, "maximum of open connections; more are closed at once", group="server", limits=(1, 1 << 20)
+    max_connections: int = server_option(
+        4096, "maximum of open connections; more are closed at once", limits=(1, 1 << 20)
     )
-    client_timeout: float = option(
+    client_timeout: float = server_option(
         30.0,
         "seconds that a client may take to send its request, or to receive the next part of its response",
-        group="server",
         limits=(1, 86_400),
     )
-    drain_timeout: float = option(
+    drain_timeout: float = server_option(
         8.0,
         "seconds after SIGTERM in which open requests may finish; a second SIGTERM ends them at once",
-        group="server",
         limits=(0, 86_400),
     )
-    drain_delay: float = option(
+    drain_delay: float = server_option(
         0.0,
         "seconds after SIGTERM in which /ready is 503 and requests are still taken, so that proxies notice",
-        group="server",
         limits=(0, 86_400),
     )
-    health_probe: float = option(
+    health_probe: float = server_option(
         0.0,
         "seconds without traffic after which /health generates a token to test the engine; 0 for never",
-        group="server",
         limits=(0, 86_400),
     )
-    share_prefix_cache: bool = option(
-        False, "share cached prefixes, and finished outputs for suffix, between API keys", group="server"
+    share_prefix_cache: bool = server_option(
+        False, "share cached prefixes, and finished outputs for suffix, between API keys"
     )
-    log_level: str = option(
-        "info", "minimum level of log lines", group="server", choices=("debug", "info", "warning", "error")
+    log_level: str = server_option(
+        "info", "minimum level of log lines", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = option(
-        "text", "format of log lines; json: one object a line", group="server", choices=("text", "json")
+    log_format: str = server_option(
+        "text", "format of log lines; json: one object a line", choices=("text", "json")
     )
-    access_log: bool = option(
-        False, "log a line for every request: method, route, status, time, key's name, bytes", group="server"
+    access_log: bool = server_option(
+        False, "log a line for every request: method, route, status, time, key's name, bytes"
     )
-    log_interval: float = option(
-        10.0, "seconds between throughput lines; 0 for none", group="server", limits=(0, 86_400)
+    log_interval: float = server_option(
+        10.0, "seconds between throughput lines; 0 for none", limits=(0, 86_400)
     )
-    vllm_metrics: bool = option(
-        False, "export metrics under vLLM's names too, for its dashboards and benchmarks", group="server"
+    vllm_metrics: bool = server_option(
+        False, "export metrics under vLLM's names too, for its dashboards and benchmarks"
     )
-    otlp_traces_endpoint: str | None = option(
+    otlp_traces_endpoint: str | None = server_option(
         None,
         "URL that OpenTelemetry traces are sent to by OTLP/HTTP; needs the extra otel (docs/deploying.md)",
-        group="server",
         variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     )
-    test_mode: bool = option(
-        False, "attach a hash of the raw logits to every token (slow; for exactness tests)", group="server"
+    test_mode: bool = server_option(
+        False, "attach a hash of the raw logits to every token (slow; for exactness tests)"
     )
 
     def __post_init__(self) -> None:
