@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from foreword.bench.server import ServerProcess
-from foreword.chat_formats.call_writer import write_calls
+from foreword.chat_formats.chat_format import write_calls
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.tools import WrittenCall
 from foreword.cli.banner import curl_line

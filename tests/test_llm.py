@@ -14,7 +14,7 @@ import pytest
 from foreword import LLM, ReasoningOptions, SamplingParams, Speculation
 from foreword.core.outputs import StepReport
 from foreword.core.request import RequestState
-from foreword.engine.schedule_output import ScheduleOutput
+from foreword.engine.scheduler import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.images import png

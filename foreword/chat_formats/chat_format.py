@@ -10,11 +10,21 @@ its spelling in several tokens is text. `BoundFormat` knows which ones are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
+from foreword.chat_formats.parts.json import to_json
 from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.tools import Tool, WrittenCall
+
+TOOL_TEXT: Final = """You can call these tools:
+{tools}
+
+To call a tool, write a call in exactly this form, with the tool's name and arguments in place of the example:
+{example}
+The result of each call follows in the next message."""
+NO_CALL: Final = WrittenCall("")  # parts beside a call depend on none
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +134,25 @@ def _texts(value: Any) -> set[str]:
     if is_dataclass(value):
         return set().union(*(_texts(getattr(value, field.name)) for field in fields(value)))
     return set()
+
+
+def write_calls(tools: ToolFormat, calls: Sequence[WrittenCall]) -> str:
+    """The text of calls in one answer."""
+    texts = [_write(tools.call, call) for call in calls]
+    begin, end = _write(tools.begin), _write(tools.end)
+    if tools.separator is None:
+        return "\n".join(begin + text + end for text in texts)
+    return begin + _write(tools.separator).join(texts) + end
+
+
+def describe_tools(tools: ToolFormat, described: Sequence[Tool]) -> str:
+    """A text about tools and how to call them, for templates that do not render tools."""
+    example = WrittenCall("example_tool", {"text": "some text", "number": 1}, "call00001")
+    return TOOL_TEXT.format(
+        tools="\n".join(to_json(tool.to_template()["function"]) for tool in described),
+        example=write_calls(tools, [example]),
+    )
+
+
+def _write(parts: Iterable[Part], call: WrittenCall = NO_CALL) -> str:
+    return "".join(part if isinstance(part, str) else part.write(call) for part in parts)

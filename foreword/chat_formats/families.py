@@ -8,10 +8,9 @@ from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolF
 from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
 from foreword.chat_formats.parts.names import CallId, Name, NameInId
-from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.part import SPACE, Header, Part, Space
 from foreword.chat_formats.parts.python import PythonArguments
 from foreword.chat_formats.parts.tagged import TaggedArguments
-from foreword.chat_formats.parts.text import SPACE, Header, Space
 
 THINK: Final = ReasoningFormat("<think>", "</think>")
 COMMA: Final = (",", Space(" "))

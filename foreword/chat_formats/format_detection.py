@@ -16,8 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from foreword.chat_formats.call_writer import write_calls
-from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat, bind_format
+from foreword.chat_formats.chat_format import (
+    ChatFormat,
+    ReasoningFormat,
+    ToolFormat,
+    bind_format,
+    write_calls,
+)
 from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ContentText, ReasoningText
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.hf_response_template import from_response_template

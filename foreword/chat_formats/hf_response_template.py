@@ -14,9 +14,8 @@ from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolF
 from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
 from foreword.chat_formats.parts.names import Name
-from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.part import SPACE, Header, Part
 from foreword.chat_formats.parts.tagged import TaggedArguments
-from foreword.chat_formats.parts.text import SPACE, Header
 
 NAME_GROUP: Final = re.compile(r"\(\?P<name>[^()]*\)")
 KEY_GROUP: Final = re.compile(r"\(\?P<key>[^()]*\)")

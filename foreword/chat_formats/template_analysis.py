@@ -16,9 +16,8 @@ from typing import Any, Final
 from foreword.chat_formats.chat_format import ToolFormat
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
 from foreword.chat_formats.parts.names import Name
-from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.part import SPACE, Part, Space
 from foreword.chat_formats.parts.tagged import TaggedArguments
-from foreword.chat_formats.parts.text import SPACE, Space
 
 MARKER: Final = r"<[^<>\s]*>|\[/?[A-Z_]+\]"
 PART: Final = re.compile(rf"({MARKER}|\s+)")

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from foreword.embedding.encoder import EncoderConfig, VarlenBatch
 from foreword.kernels.ops import Ops
-from foreword.layers.embedding import Embedding
-from foreword.layers.linear import Linear, load_linear
+from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 

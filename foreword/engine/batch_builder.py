@@ -10,7 +10,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
 from foreword.core.request import RequestState
 from foreword.engine.pooler import num_pool_rows
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 
 # state, start, end -> image features of tokens [start, end) as (offset from start, [rows, width])
 GetFeatures = Callable[[RequestState, int, int], Sequence[tuple[int, Tensor]]]

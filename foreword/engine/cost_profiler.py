@@ -14,7 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.speculation.draft_length.cost_model import Calibration, CostCurve
 from foreword.speculation.engine_drafter import ModelBasedDrafter
 

@@ -27,8 +27,7 @@ from foreword.engine.fault_isolation import FaultIsolation
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.overlap_scheduling import OverlapLoop
 from foreword.engine.pooler import PoolOutput
-from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
-from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler import ScheduledRequest, ScheduleOutput, Scheduler
 from foreword.engine.waiting_queue import PendingGrammar, PendingGrammars
 from foreword.errors import (
     AdapterConflict,

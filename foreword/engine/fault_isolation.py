@@ -19,7 +19,7 @@ from foreword.core.outputs import StepOutput
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.pooler import PoolOutput
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import RequestFailed
 from foreword.kernels.gpu import is_device_lost

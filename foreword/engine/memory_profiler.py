@@ -14,7 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.cost_profiler import make_dummy_request
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.models.interfaces import VisionEncoder
 from foreword.planning.memory import GIB, DeviceMemory
 from foreword.planning.resolve import ResolvedConfig

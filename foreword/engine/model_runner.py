@@ -16,7 +16,7 @@ from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
 from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
 from foreword.engine.pooler import Pooler
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, GrammarFailed, RequestFailed, Unsatisfiable
 from foreword.kv_cache.storage import KVStorage

@@ -36,8 +36,7 @@ from foreword.engine.encoder_runner import pending_images
 from foreword.engine.fault_isolation import reset_state
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.overlap_sampling import HostSampledLoop
-from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
-from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler import ScheduledRequest, ScheduleOutput, Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.kernels.gpu import is_device_lost
 from foreword.kernels.ops import DraftSamplingParams

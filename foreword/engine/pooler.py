@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.cuda_graphs.graph_runner import with_graphs
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.errors import RequestFailed
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model

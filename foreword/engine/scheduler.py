@@ -12,6 +12,8 @@ import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from foreword.core.outputs import (
     Draft,
@@ -23,7 +25,6 @@ from foreword.core.outputs import (
     TokenEvent,
 )
 from foreword.core.request import RequestState
-from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.waiting_queue import (
     AdmissionFilter,
     ComputableUntil,
@@ -40,6 +41,28 @@ logger = logging.getLogger(__name__)
 
 # Rows of pooling requests while others generate: 1/32 of the step keeps both busy about half of the time
 POOLING_BUDGET_DIVISOR, MIN_POOLING_ROWS = 32, 8
+
+
+class ScheduledRequest(NamedTuple):
+    """Rows of one request: `num_tokens` known tokens from index `start`, then `num_draft_tokens`."""
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    is_sampled: bool  # the rows include the last known token, so the step yields new tokens
+    num_draft_tokens: int = 0
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """The rows include the last known token."""
+        return self.start + self.num_tokens == len(self.state.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOutput:
+    requests: tuple[ScheduledRequest, ...]
+    preempted_ids: tuple[str, ...] = ()
+    pooling_requests: tuple[ScheduledRequest, ...] = ()  # embeddings, computed by a pass of their own
 
 
 class Scheduler:

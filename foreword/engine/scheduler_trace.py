@@ -15,8 +15,7 @@ from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.core.structured_output import StructuredOutput
-from foreword.engine.schedule_output import ScheduleOutput
-from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler import ScheduleOutput, Scheduler
 from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 from foreword.kv_cache.block_pool import BlockPool

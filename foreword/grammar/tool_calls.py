@@ -16,8 +16,7 @@ from typing import Any, Final
 from foreword.chat_formats.call_grammar import ANY_TEXT
 from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
 from foreword.chat_formats.parts.json import JsonCall
-from foreword.chat_formats.parts.part import Part
-from foreword.chat_formats.parts.text import Space
+from foreword.chat_formats.parts.part import Part, Space
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, ToolUse
 from foreword.core.structured_output import ConstraintScope, Marker, StructuredOutput
 from foreword.errors import InvalidRequest

@@ -1,4 +1,4 @@
-"""Linear layers; projections of the same input are fused into one."""
+"""Linear layers, whose projections of the same input are fused into one, and token embedding."""
 
 from __future__ import annotations
 
@@ -56,3 +56,17 @@ def load_linear(
     num_rows = {f"{name}.weight": size for name, size in out_features.items()}
     with weights.weights(num_rows, in_features) as parts:
         return ops.pack_linear(parts, weight_format, biases)
+
+
+class Embedding:
+    """Rows of a packed weight [V, H], times `scale`, as `dtype`."""
+
+    def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> None:
+        self._ops = ops
+        self._weight = weight
+        self._dtype = dtype
+        self._scale = scale
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, H]"""
+        return self._ops.embedding(token_ids, self._weight, self._dtype, self._scale)

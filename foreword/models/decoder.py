@@ -14,8 +14,7 @@ from foreword.core.batch import Batch, ImageFeatures, KVLayer
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
-from foreword.layers.embedding import Embedding
-from foreword.layers.linear import Linear, load_linear
+from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits
 from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm

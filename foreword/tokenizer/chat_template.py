@@ -18,8 +18,7 @@ from itertools import product
 from types import EllipsisType
 from typing import Any, Final
 
-from foreword.chat_formats.call_writer import describe_tools, write_calls
-from foreword.chat_formats.chat_format import ToolFormat
+from foreword.chat_formats.chat_format import ToolFormat, describe_tools, write_calls
 from foreword.chat_formats.parts.json import JsonCall
 from foreword.chat_formats.tools import ReasoningOptions, Tool
 from foreword.errors import CheckpointError, InvalidRequest

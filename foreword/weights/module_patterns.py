@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from multiprocessing.connection import Connection
 from typing import Final
 
 from foreword.errors import CheckpointError
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
+from foreword.workers.worker import serve
 
-WORKER: Final = "foreword.weights.module_patterns_worker"
+WORKER: Final = "foreword.weights.module_patterns"  # run as a process, by find_first()
 LIMITS: Final = JobLimits(cpu_s=5.0, wall_s=60.0, num_bytes=256 << 20, queue_timeout_s=60.0)
 # Without a choice between ways to match: an optional beginning, and literals.
 PLAIN: Final = re.compile(r"(?:\.\*)?(?:[\w-]|\\?\.)*\$?", re.ASCII)
@@ -65,3 +68,18 @@ def match_first(patterns: Sequence[NamePattern], names: Sequence[str]) -> list[i
     """See find_first(); without a limit."""
     tests = [pattern.compile() for pattern in patterns]
     return [next((index for index, test in enumerate(tests) if test(name)), -1) for name in names]
+
+
+def start_worker(_: None) -> Callable[[Connection], None]:
+    """Returns the handler of the worker process, which replies with the first pattern of each name."""
+
+    def handle(connection: Connection) -> None:
+        patterns, names = json.loads(connection.recv_bytes())
+        found = match_first([NamePattern(*pattern) for pattern in patterns], names)
+        connection.send_bytes(json.dumps(found).encode())
+
+    return handle
+
+
+if __name__ == "__main__":
+    sys.exit(serve(int(sys.argv[1]), start_worker))

@@ -7,7 +7,7 @@ import pytest
 
 from foreword.core.batch import NULL_BLOCK
 from foreword.engine.cost_profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_sizes
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.speculation.draft_length.cost_model import CostCurve
 
 FLAT_ROWS = 24  # rows of equal step time

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from foreword.core.outputs import StepOutput
 from foreword.core.request import RequestState
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS, NONFINITE, FaultIsolation
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import InvalidRequest, RequestFailed
 from tests.support.scheduler_simulation import make_request

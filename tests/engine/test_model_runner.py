@@ -11,7 +11,7 @@ from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
 from foreword.core.outputs import StepOutput
 from foreword.engine.batch_builder import ModelInput
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.sampling import TritonSampling

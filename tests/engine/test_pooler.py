@@ -17,8 +17,7 @@ from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.engine.engine import Engine, _prefill_load
 from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
-from foreword.engine.schedule_output import ScheduleOutput
-from foreword.engine.scheduler import MIN_POOLING_ROWS
+from foreword.engine.scheduler import MIN_POOLING_ROWS, ScheduleOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.speculation.draft_length.policy import PrefillLoad
 from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint

@@ -16,7 +16,7 @@ from foreword.core.request import RequestState
 from foreword.engine.batch_builder import ModelInput
 from foreword.engine.engine import Engine
 from foreword.engine.pooler import PoolOutput
-from foreword.engine.schedule_output import ScheduledRequest
+from foreword.engine.scheduler import ScheduledRequest
 from foreword.speculation.engine_drafter import DraftRequest
 
 ERRORS: Mapping[str, type[Exception]] = {

@@ -17,8 +17,7 @@ from foreword.core.outputs import Draft, EmbeddingEvent, ErrorEvent, Event, Step
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
-from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
-from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler import ScheduledRequest, ScheduleOutput, Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.errors import RequestFailed
 from foreword.kv_cache.block_pool import BlockPool

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from foreword.chat_formats.call_writer import write_calls
-from foreword.chat_formats.chat_format import bind_format
+from foreword.chat_formats.chat_format import bind_format, write_calls
 from foreword.chat_formats.events import ChatEvent, merge_events
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser

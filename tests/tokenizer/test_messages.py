@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from foreword.chat_formats.call_writer import write_calls
-from foreword.chat_formats.chat_format import ToolFormat
+from foreword.chat_formats.chat_format import ToolFormat, write_calls
 from foreword.chat_formats.parts.json import JsonCall
 from foreword.errors import InvalidRequest, Unsupported
 from foreword.multimodal.image_source import ImageSource

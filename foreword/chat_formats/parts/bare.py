@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from foreword.chat_formats.call_grammar import ANY_TEXT, GrammarWriter, join, literal, text_items
+from foreword.chat_formats.call_grammar import ANY_TEXT, KEY, GrammarWriter, join, literal, text_items
 from foreword.chat_formats.json_text import escape
-from foreword.chat_formats.parts.arguments import KEY
 from foreword.chat_formats.parts.json import pass_string, to_json
 from foreword.chat_formats.parts.keywords import KeywordArguments
 from foreword.chat_formats.stream_reader import CallReader, Wait, stops_of

@@ -11,23 +11,21 @@ from typing import Any, ClassVar, Final
 
 from foreword.chat_formats.call_grammar import (
     BLANK,
+    KEY,
+    OBJECT_KEYWORDS,
     GrammarWriter,
     Item,
     Text,
     ToolItems,
     ToolSchema,
+    any_order,
     join,
+    join_path,
     literal,
+    read_properties,
     rule_suffix,
 )
 from foreword.chat_formats.json_text import JSON_NUMBER, LITERALS, MAX_LITERAL_CHARS, Unescape, quoted
-from foreword.chat_formats.parts.arguments import (
-    KEY,
-    OBJECT_KEYWORDS,
-    any_order,
-    join_path,
-    read_properties,
-)
 from foreword.chat_formats.parts.part import FormatPart
 from foreword.chat_formats.schema_types import ANY_TYPES, resolve_reference
 from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait

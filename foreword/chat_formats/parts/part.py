@@ -1,12 +1,16 @@
-"""A part of a chat format: one kind of text in a call, with its grammar, its reader and its writer."""
+"""A part of a chat format: one kind of text in a call, with its grammar, its reader and its writer.
+
+Here are the plainest kinds, whitespace and headers between other parts.
+"""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Self
+from dataclasses import dataclass
+from typing import Final, Self
 
-from foreword.chat_formats.call_grammar import GrammarWriter, Item, ToolItems
+from foreword.chat_formats.call_grammar import GrammarWriter, Item, ToolItems, space
 from foreword.chat_formats.stream_reader import CallReader, Wait
 from foreword.chat_formats.tools import WrittenCall
 
@@ -38,3 +42,38 @@ class FormatPart(abc.ABC):
 
 
 Part = str | FormatPart  # a text, or a part of another kind
+
+
+@dataclass(frozen=True, slots=True)
+class Space(FormatPart):
+    """Optional whitespace; `usual` is what the family's template writes.
+
+    The parser takes whitespace between any two parts, so there is nothing to read.
+    """
+
+    usual: str = ""
+
+    def grammar(self, writer: GrammarWriter) -> list[Item | ToolItems]:
+        return [space(self.usual)]
+
+    def write(self, call: WrittenCall) -> str:
+        return self.usual
+
+
+@dataclass(frozen=True, slots=True)
+class Header(FormatPart):
+    """A short text up to the next part; models vary it, templates write `usual`."""
+
+    usual: str
+
+    def grammar(self, writer: GrammarWriter) -> list[Item | ToolItems]:
+        return [writer.optional(self.usual)]
+
+    def read(self, reader: CallReader, closer: str) -> Wait:
+        return (yield from reader.read_header(closer)) is not None
+
+    def write(self, call: WrittenCall) -> str:
+        return self.usual
+
+
+SPACE: Final = Space()

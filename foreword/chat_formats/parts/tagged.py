@@ -10,6 +10,8 @@ from typing import Any, Final, Self
 
 from foreword.chat_formats.call_grammar import (
     ANY_TEXT,
+    KEY,
+    OBJECT_KEYWORDS,
     SPACE_TEXT,
     SPACES,
     GrammarWriter,
@@ -17,20 +19,16 @@ from foreword.chat_formats.call_grammar import (
     Text,
     ToolItems,
     ToolSchema,
+    any_order,
     join,
+    join_path,
     literal,
+    read_properties,
     rule_suffix,
     space,
     text_items,
 )
 from foreword.chat_formats.json_text import LITERALS, MAX_LITERAL_CHARS, escape, quoted
-from foreword.chat_formats.parts.arguments import (
-    KEY,
-    OBJECT_KEYWORDS,
-    any_order,
-    join_path,
-    read_properties,
-)
 from foreword.chat_formats.parts.json import to_json
 from foreword.chat_formats.parts.part import FormatPart
 from foreword.chat_formats.schema_types import (

@@ -15,7 +15,6 @@ from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen2 import Qwen2
-from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_block_indexes,
@@ -25,7 +24,16 @@ from foreword.models.vision.qwen_config import (
     read_qwen_tower_config,
     read_vision_config,
 )
-from foreword.models.vision.qwen_tower import PatchGrid, QwenTower, partition_windows, reorder_cells
+from foreword.models.vision.qwen_tower import (
+    ImageContext,
+    PatchGrid,
+    PatchMerger,
+    QwenTower,
+    QwenTowerConfig,
+    VisionBlock,
+    partition_windows,
+    reorder_cells,
+)
 from foreword.models.vision.vision_layers import build_linear
 from foreword.models.vision.vision_model import VisionModel
 from foreword.weights.config_reader import ConfigReader

@@ -11,7 +11,6 @@ from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen2 import Qwen2
-from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_hidden_size,
@@ -20,7 +19,7 @@ from foreword.models.vision.qwen_config import (
     read_qwen_tower_config,
     read_vision_config,
 )
-from foreword.models.vision.qwen_tower import QwenTower
+from foreword.models.vision.qwen_tower import PatchMerger, QwenTower, QwenTowerConfig, VisionBlock
 from foreword.models.vision.vision_model import VisionModel
 from foreword.weights.config_reader import ConfigReader
 

@@ -19,7 +19,6 @@ from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen3 import Qwen3
-from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_block_indexes,
@@ -29,7 +28,7 @@ from foreword.models.vision.qwen_config import (
     read_qwen_tower_config,
     read_vision_config,
 )
-from foreword.models.vision.qwen_tower import PatchGrid, QwenTower
+from foreword.models.vision.qwen_tower import PatchGrid, PatchMerger, QwenTower, QwenTowerConfig, VisionBlock
 from foreword.models.vision.vision_model import VisionModel
 from foreword.weights.config_reader import ConfigReader
 

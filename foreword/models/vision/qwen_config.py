@@ -20,7 +20,7 @@ from foreword.models.decoder_config import (
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
 from foreword.models.rope_options import read_rope
-from foreword.models.vision.qwen_block import QwenTowerConfig
+from foreword.models.vision.qwen_tower import QwenTowerConfig
 from foreword.models.vision.vision_layers import ACTIVATIONS
 from foreword.models.vision.vision_model import (
     read_image_token_id,

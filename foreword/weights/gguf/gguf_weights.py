@@ -25,7 +25,7 @@ from foreword.layers.weights import Weights
 from foreword.planning.memory import ModelInfo, PackedFormat
 from foreword.weights.file_to_device import DeviceLoader, FileSpan
 from foreword.weights.gguf.header import GGUFFile, TensorInfo
-from foreword.weights.gguf.rope_metadata import ROPE_TENSORS
+from foreword.weights.gguf.metadata import ROPE_TENSORS
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.renamed_weights import PrefixedWeights
 from foreword.weights.safetensors_weights import unexpected_tensors_error

@@ -10,8 +10,13 @@ from typing import Any
 from foreword.errors import CheckpointError
 from foreword.weights.gguf.gguf_weights import POST_NORM_ARCHITECTURES
 from foreword.weights.gguf.header import GGUFFile
-from foreword.weights.gguf.metadata import MetadataReader
-from foreword.weights.gguf.rope_metadata import DEFAULT_THETA, TensorReader, read_rope_theta, rope_options
+from foreword.weights.gguf.metadata import (
+    DEFAULT_THETA,
+    MetadataReader,
+    TensorReader,
+    read_rope_theta,
+    rope_options,
+)
 from foreword.weights.unsupported_families import missing_feature
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(

@@ -1,12 +1,23 @@
-"""Strict reader of one architecture's keys in GGUF metadata."""
+"""Strict reader of one architecture's keys in GGUF metadata, and RoPE options as in config.json."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.weights.config_reader import MISSING, ConfigReader
 from foreword.weights.gguf.header import GGUFFile, TensorInfo
+
+Options = dict[str, Any]
+TensorReader = Callable[[str], list[float]]  # reads the values of a small tensor by name
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+DEFAULT_THETA = 10000.0
+SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 
 
 class MetadataReader:
@@ -77,3 +88,114 @@ def _collapse_uniform(value: Any) -> Any:
     if not isinstance(value, list) or not value or isinstance(value[0], bool):
         return value
     return value[0] if value.count(value[0]) == len(value) else value
+
+
+def rope_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
+    """`rope_theta`, `rope_scaling` and, where only a part of each head rotates, `partial_rotary_factor`."""
+    theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
+    options = {"rope_theta": theta} | _partial_rotary_options(metadata)
+    metadata.ignore("rope.scaling.finetuned")
+    scaling = _scaling_options(metadata, read_tensor)
+    return options | {"rope_scaling": scaling} if scaling else options
+
+
+def read_rope_theta(metadata: MetadataReader, key: str, default: float) -> float:
+    theta = metadata.get_float(key, default)
+    if theta <= 1:
+        raise metadata.error(key, f"must be above 1, got {theta:g}")
+    return theta
+
+
+def _partial_rotary_options(metadata: MetadataReader) -> Options:
+    head_dim = metadata.get_head_dim()
+    rotated = metadata.get_int("rope.dimension_count", head_dim)
+    if rotated == head_dim:
+        return {}
+    if metadata.architecture != "phi3" or rotated > head_dim or rotated % 2:
+        limit = "even and at most " if metadata.architecture == "phi3" else ""
+        reason = f"must be {limit}{head_dim}, the size of a head, got {rotated}"
+        raise metadata.error("rope.dimension_count", reason)
+    return {"partial_rotary_factor": (rotated + 0.5) / head_dim}  # the reader multiplies and rounds down
+
+
+def _scaling_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
+    scaling_type = metadata.get_choice("rope.scaling.type", SCALING_TYPES, "linear")
+    if scaling_type != "yarn" and _read_query_beta(metadata):
+        raise metadata.error("rope.scaling.type", "must be yarn beside `attention.temperature_scale`")
+    original = metadata.get_int("rope.scaling.original_context_length", metadata.get_int("context_length"))
+    if ROPE_FREQS in metadata.tensors:
+        return _frequency_scaling(metadata, scaling_type, read_tensor)
+    if ROPE_FACTORS_LONG in metadata.tensors:
+        return _longrope_scaling(metadata, scaling_type, original, read_tensor)
+    if scaling_type == "longrope":
+        reason = f"is longrope, but there is no tensor `{ROPE_FACTORS_LONG}`"
+        raise metadata.error("rope.scaling.type", reason)
+    if scaling_type == "yarn":
+        return _yarn_scaling(metadata, original)
+    if scaling_type == "linear":
+        return _linear_scaling(metadata)
+    metadata.require_value("rope.scaling.factor", 1.0)
+    return {}
+
+
+def _linear_scaling(metadata: MetadataReader) -> Options:
+    """Older files have `rope.scale_linear`; 0 means no scaling."""
+    older = metadata.get_optional_float("rope.scale_linear")
+    has_factor = "rope.scaling.factor" in metadata
+    factor = metadata.get_optional_float("rope.scaling.factor") if has_factor else older
+    return {} if factor in (None, 1.0) else {"type": "linear", "factor": factor}
+
+
+def _yarn_scaling(metadata: MetadataReader, original_max_position: int) -> Options:
+    """The attention factor is derived from `factor`: llama.cpp versions disagree on other explicit ones."""
+    metadata.require_value("rope.scaling.yarn_ext_factor", 1.0)
+    factor = metadata.get_float("rope.scaling.factor")
+    derived = 1 + 0.1 * math.log(max(factor, 1.0))
+    for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
+        value = metadata.get_float(key, 1.0)
+        if value != 1 and not math.isclose(value, derived, rel_tol=1e-4):
+            raise metadata.error(key, f"must be 1 or {derived:.6g} here, got {value:g}")
+    options: Options = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original_max_position,
+    }
+    if metadata.architecture == "gpt-oss":
+        options["truncate"] = False  # no key tells
+    if metadata.architecture == "mistral3":
+        beta, multiplier = _read_query_beta(metadata), metadata.get_optional_float(YARN_LOG_MULTIPLIER)
+        options |= {"llama_4_scaling_beta": beta} if beta else {}
+        options |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    betas = [name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in metadata]
+    return options | {name: metadata.get_float(f"rope.scaling.yarn_{name}") for name in betas}
+
+
+def _read_query_beta(metadata: MetadataReader) -> float | None:
+    """Ministral 3's `llama_4_scaling_beta`"""
+    is_known = metadata.architecture == "mistral3"
+    return metadata.get_optional_float("attention.temperature_scale") if is_known else None
+
+
+def _frequency_scaling(metadata: MetadataReader, scaling_type: str, read_tensor: TensorReader) -> Options:
+    """Llama 3's scaling, stored as one divisor per frequency: longrope with equal factors at any length."""
+    if scaling_type not in ("none", "linear") or _linear_scaling(metadata):
+        raise metadata.error("rope.scaling.type", f"contradicts the tensor `{ROPE_FREQS}`")
+    divisors = read_tensor(ROPE_FREQS)
+    return {"type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+
+
+def _longrope_scaling(
+    metadata: MetadataReader, scaling_type: str, original_max_position: int, read_tensor: TensorReader
+) -> Options:
+    if scaling_type == "yarn" or (scaling_type == "linear" and _linear_scaling(metadata)):
+        raise metadata.error("rope.scaling.type", f"contradicts the tensor `{ROPE_FACTORS_LONG}`")
+    metadata.tensor_info(ROPE_FACTORS_SHORT)
+    options: Options = {
+        "type": "longrope",
+        "short_factor": read_tensor(ROPE_FACTORS_SHORT),
+        "long_factor": read_tensor(ROPE_FACTORS_LONG),
+        "original_max_position_embeddings": original_max_position,
+    }
+    if "rope.scaling.attn_factor" in metadata:
+        options["attention_factor"] = metadata.get_float("rope.scaling.attn_factor")
+    return options

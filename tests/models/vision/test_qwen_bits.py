@@ -13,7 +13,7 @@ from torch import Tensor
 from foreword.core.images import PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight, cu_seqlens_to_lens
-from foreword.models.vision import qwen_block
+from foreword.models.vision import qwen_tower
 from foreword.models.vision.vision_layers import ATTENTION_COST_FACTOR
 from tests.models.vision.test_qwen import SIZES, prompt_of
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test
@@ -126,7 +126,7 @@ def test_smaller_pieces_keep_native_bits(
     whole, pieces = driver.encode(image), count_pieces(driver, image)
     for bound in ("ATTN_CHUNK_PAIRS", "LINEAR_CHUNK_ROWS", "MERGE_CHUNK_CELLS"):
         monkeypatch.setattr(
-            qwen_block,
+            qwen_tower,
             bound,
             {"ATTN_CHUNK_PAIRS": 3000, "LINEAR_CHUNK_ROWS": 20, "MERGE_CHUNK_CELLS": 3}[bound],
         )

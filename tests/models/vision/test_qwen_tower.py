@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from foreword.models.vision.qwen3_vl import interpolate_pos_embed
-from foreword.models.vision.qwen_block import ATTN_CHUNK_PAIRS, attention_chunks
-from foreword.models.vision.qwen_tower import PatchGrid, extract_patches, partition_windows
+from foreword.models.vision.qwen_tower import (
+    ATTN_CHUNK_PAIRS,
+    PatchGrid,
+    attention_chunks,
+    extract_patches,
+    partition_windows,
+)
 
 cells = st.builds(PatchGrid, st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
 
