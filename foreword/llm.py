@@ -18,11 +18,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from rich.progress import Progress
 
-from foreword.chat_formats.events import AnswerContent, ChatEvent
 from foreword.chat_formats.tool_validation import read_tools
 from foreword.chat_formats.tools import DEFAULT_REASONING, ReasoningOptions
 from foreword.checkpoint import prepare_checkpoint
@@ -41,7 +41,7 @@ from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.image_source import ImageSource, read_image
-from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
+from foreword.outputs import EmbeddingOutput, RequestOutput, StreamPiece, make_output, stream_pieces
 from foreword.planning.resolve import EngineInfo
 from foreword.tokenizer.chat_processor import (
     ChatInputProcessor,
@@ -56,7 +56,7 @@ from foreword.tokenizer.input_processor import (
     make_embedding_requests,
     make_requests,
 )
-from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
@@ -72,6 +72,7 @@ class _Prompt:
 
     text: str | None  # None if the prompt was token ids
     token_ids: Sequence[int]  # one placeholder per image
+    params: SamplingParams
     images: Sequence[ImageSource] = ()
     task: ChatTask | None = None  # the conversation; None: a plain prompt
 
@@ -167,8 +168,9 @@ class LLM:
         Raises InvalidRequest, before anything runs, for an invalid prompt or parameter.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        parsed = [self._parse_prompt(prompt) for prompt in prompt_list]
-        return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
+        each = self._params_of_each(params, len(prompt_list))
+        parsed = list(map(self._parse_prompt, prompt_list, each))
+        return self._generate(self._build_all_requests(parsed, lora_request), progress)
 
     def chat(
         self,
@@ -195,13 +197,12 @@ class LLM:
         is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if is_one else messages
         use = read_tools(tools, tool_choice, parallel_tool_calls)
+        each = self._params_of_each(params, len(conversations))
         parsed = [
-            self._render_chat(
-                ChatTask(conversation, tools=use, reasoning=reasoning), self._is_seeded(params, i)
-            )
-            for i, conversation in enumerate(conversations)
+            self._render_chat(ChatTask(conversation, own_params, tools=use, reasoning=reasoning))
+            for conversation, own_params in zip(conversations, each, strict=True)
         ]
-        return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
+        return self._generate(self._build_all_requests(parsed, lora_request), progress)
 
     def stream(
         self,
@@ -216,17 +217,18 @@ class LLM:
         The pieces are all of the model's text: reasoning is not separated from content. With tools, which are
         those of chat() and need messages, each piece has the event whose text it continues.
         """
+        params = params or self.get_default_sampling_params()
         if isinstance(prompt, str | Mapping):
-            parsed = self._parse_prompt(prompt)
+            parsed = self._parse_prompt(prompt, params)
         else:
-            task = ChatTask(prompt, tools=read_tools(tools), separate_reasoning=bool(tools))
-            parsed = self._render_chat(task, self._is_seeded(params, 0))
-        (built,) = self._build_all_requests([parsed], params, lora_request)
+            task = ChatTask(prompt, params, tools=read_tools(tools), separate_reasoning=bool(tools))
+            parsed = self._render_chat(task)
+        (built,) = self._build_all_requests([parsed], lora_request)
         if len(built.outputs) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         request = built.outputs[0].request
         for _, delta in self._run(built.outputs):
-            yield from _stream_pieces(delta) if tools else map(_stream_piece, delta.pieces)
+            yield from stream_pieces(delta, with_events=bool(tools))
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
         self._recorder.on_response(1)
@@ -290,21 +292,23 @@ class LLM:
         """Assert the integrity of the engine's state."""
         self._client.check()
 
-    def _is_seeded(self, params: SamplingParams | Sequence[SamplingParams] | None, index: int) -> bool:
-        """Whether prompt `index` has a seed that its caller chose."""
-        is_single = params is None or isinstance(params, SamplingParams)
-        chosen: Any = [params] if is_single else params[index : index + 1]  # type: ignore[index]
-        return any(has_seed(each and each.seed, self.config.seed) for each in chosen)
+    def _params_of_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        default = self.get_default_sampling_params() if params is None else params
+        return _one_for_each(default, SamplingParams, count, "params")
 
-    def _render_chat(self, task: ChatTask, is_seeded: bool) -> _Prompt:
+    def _render_chat(self, task: ChatTask) -> _Prompt:
         if not all(isinstance(message, Mapping) for message in task.messages):
             raise InvalidRequest(f"{MESSAGES_HELP}, got {task.messages!r:.80}", "messages")
+        is_seeded = has_seed(task.params.seed, self.config.seed)
         ids, images = self._chat_processor.render(task, is_seeded=is_seeded, allow_local=True)
-        return _Prompt(self.tokenizer.decode(ids, skip_special_tokens=False), ids, images, task)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return _Prompt(text, ids, task.params, images, task)
 
-    def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
+    def _parse_prompt(self, prompt: PromptInput, params: SamplingParams) -> _Prompt:
         if isinstance(prompt, str):
-            return _Prompt(prompt, self.tokenizer.encode(prompt))
+            return _Prompt(prompt, self.tokenizer.encode(prompt), params)
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
             ids = list(token_ids)
@@ -316,34 +320,22 @@ class LLM:
         self._chat_processor.check_num_images(len(images), "images")
         if images:
             ids = self._chat_processor.check_placeholders(ids, len(images), "prompt")
-        return _Prompt(text, ids, [read_image(image, f"images[{i}]") for i, image in enumerate(images)])
+        sources = [read_image(image, f"images[{i}]") for i, image in enumerate(images)]
+        return _Prompt(text, ids, params, sources)
 
     def _build_all_requests(
-        self,
-        prompts: Sequence[_Prompt],
-        params: Any,
-        lora_request: LoraInput | Sequence[LoraInput | None] | None = None,
+        self, prompts: Sequence[_Prompt], lora_request: LoraInput | Sequence[LoraInput | None] | None
     ) -> list[_Answers]:
-        is_single = params is None or isinstance(params, SamplingParams)
-        default = params or self.get_default_sampling_params()
-        params_list = [default] * len(prompts) if is_single else list(params)
-        if len(params_list) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, but {len(params_list)} params", "params")
-        if lora_request is None or isinstance(lora_request, str | LoRARequest):
-            adapters = [lora_request] * len(prompts)
-        else:
-            adapters = list(lora_request)
-        if len(adapters) != len(prompts):
-            problem = f"{len(prompts)} prompts, but {len(adapters)} of lora_request"
-            raise InvalidRequest(problem, "lora_request")
-        digests = self._adapters.load(adapters)
-        return [self._build_requests(*each) for each in zip(prompts, params_list, digests, strict=True)]
+        kinds = (str, LoRARequest, NoneType)
+        adapters = self._adapters.load(_one_for_each(lora_request, kinds, len(prompts), "lora_request"))
+        return list(map(self._build_requests, prompts, adapters))
 
-    def _build_requests(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> _Answers:
-        self.info.resolved.check_method(params.speculation.method)
-        plan = ChatPlan(params)
+    def _build_requests(self, prompt: _Prompt, adapter: str) -> _Answers:
+        """adapter  digest; empty: the base model"""
+        self.info.resolved.check_method(prompt.params.speculation.method)
+        plan = ChatPlan(prompt.params)
         if prompt.task is not None:
-            plan = self._chat_processor.plan(replace(prompt.task, params=params), prompt.token_ids)
+            plan = self._chat_processor.plan(prompt.task, prompt.token_ids)
         for text in plan.dropped:
             logger.warning("not enforced: %s", text)
         if plan.params.structured is not None:
@@ -360,10 +352,12 @@ class LLM:
             vocab_size=self.info.vocab_size,
             images=expanded.images,
             image_token_id=self._chat_processor.placeholder_id,
-            adapter=adapter,
         )
         make_parser = self._chat_processor.make_parser
-        outputs = [ChoiceOutput(self.tokenizer, request, make_parser(plan.parsing)) for request in requests]
+        outputs = [
+            ChoiceOutput(self.tokenizer, replace(request, adapter=adapter), make_parser(plan.parsing))
+            for request in requests
+        ]
         return _Answers(prompt.text, outputs)
 
     def _generate(self, prompts: list[_Answers], progress: bool) -> list[RequestOutput]:
@@ -374,7 +368,8 @@ class LLM:
             for answer, delta in self._run(outputs):
                 hashes[answer.request.id] += delta.event.logits_hashes
                 bar.advance(task, int(answer.finished))
-        return [self._make_output(prompt, hashes) for prompt in prompts]
+        self._recorder.on_response(len(outputs))
+        return [make_output(prompt.text, prompt.outputs, hashes, self._recorder) for prompt in prompts]
 
     @property
     def _embedder(self) -> LocalEncoder | None:
@@ -383,13 +378,8 @@ class LLM:
 
     def _input_ids(self, name: str, item: EmbedInput, prompt_name: str | None) -> list[int]:
         """Token ids of an input of embed(). Raises InvalidRequest."""
-        encoder, max_tokens, vocab_size = (
-            self._embedder,
-            self.info.resolved.max_model_len,
-            self.info.vocab_size,
-        )
-        if encoder is not None:
-            max_tokens, vocab_size = encoder.info.max_tokens, encoder.info.vocab_size
+        encoder = self._embedder
+        max_tokens = encoder.info.max_tokens if encoder else self.info.resolved.max_model_len
         if not isinstance(item, str):
             ids = list(item)
         elif encoder is not None:
@@ -397,7 +387,7 @@ class LLM:
         else:
             prefix = self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name)
             ids = self.tokenizer.encode(prefix + item)
-        check_input(name, ids, max_tokens, vocab_size)
+        check_input(name, ids, max_tokens, (encoder or self).info.vocab_size)
         return ids
 
     def _embed_with_model(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
@@ -412,7 +402,10 @@ class LLM:
         live = {request.id for request in requests}
         with closing(self._receive(requests, live)) as events:
             for event in events:
-                vectors[event.request_id] = _embedding_vector(event)
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+                assert isinstance(event, EmbeddingEvent)
+                vectors[event.request_id] = event.vector
                 live.remove(event.request_id)
         return [vectors[request.id] for request in requests]
 
@@ -480,54 +473,11 @@ class LLM:
             self._chat_processor.remember(answer)
         return delta
 
-    def _make_output(self, prompt: _Answers, hashes: Mapping[str, list[int]]) -> RequestOutput:
-        first, ids = prompt.outputs[0], [output.request.id for output in prompt.outputs]
-        self._recorder.on_response(len(ids))
-        return RequestOutput(
-            request_id=first.request.id.rsplit("-", 1)[0],
-            prompt=prompt.text,
-            prompt_token_ids=first.request.prompt_ids,
-            outputs=tuple(
-                self._make_choice(index, output, hashes[output.request.id])
-                for index, output in enumerate(prompt.outputs)
-            ),
-            prompt_logprobs=first.prompt_logprobs or None,
-            metrics=self._recorder.answer_metrics(*ids),
-        )
 
-    def _make_choice(self, index: int, answer: ChoiceOutput, hashes: Sequence[int]) -> CompletionOutput:
-        assert answer.finish_reason is not None
-        has_logprobs = answer.request.params.logprobs is not None
-        content = AnswerContent.from_events(answer.events)
-        return CompletionOutput(
-            index=index,
-            text=content.text,
-            token_ids=tuple(answer.token_ids),
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            logprobs=tuple(entry.logprob for entry in answer.logprobs) if has_logprobs else None,
-            seed=answer.request.seed,
-            metrics=self._recorder.answer_metrics(answer.request.id),
-            logits_hashes=tuple(hashes),
-            reasoning=content.reasoning,
-            tool_calls=content.calls,
-        )
-
-
-def _stream_piece(piece: TokenPiece, event: ChatEvent | None = None) -> StreamPiece:
-    return StreamPiece(
-        piece.text, piece.is_draft, event=event, drafter=piece.drafter, confidence=piece.confidence
-    )
-
-
-def _stream_pieces(delta: OutputDelta) -> Iterator[StreamPiece]:
-    for event, pieces in delta.pieces_by_event():
-        for piece in pieces or (TokenPiece(""),):
-            yield _stream_piece(piece, event)
-
-
-def _embedding_vector(event: Event) -> bytes:
-    if isinstance(event, ErrorEvent):
-        raise event.error
-    assert isinstance(event, EmbeddingEvent)
-    return event.vector
+def _one_for_each(values: Any, single: type | tuple[type, ...], count: int, name: str) -> list[Any]:
+    """A value for each prompt: that of all, or those of a list. Raises InvalidRequest for too few or many."""
+    if isinstance(values, single):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(values)} of {name}", name)
+    return list(values)

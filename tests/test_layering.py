@@ -92,7 +92,7 @@ ALLOWED = {
         "weights.hub",
         "weights.unsupported_families",
     },
-    "outputs": {"chat_formats", "core", "metrics"},
+    "outputs": {"chat_formats", "core", "metrics", "tokenizer"},
     "llm": {
         "chat_formats",
         "checkpoint",

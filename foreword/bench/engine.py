@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from foreword.bench.measurement import (
@@ -178,10 +178,9 @@ class _RepetitionRun:
             engine.tokenizer,
             name,
             engine.max_len,
-            cache_salt=self._cache_salt,
             vocab_size=engine.info.vocab_size,
         )
-        return request
+        return replace(request, cache_salt=self._cache_salt)
 
     def _process_report(self, report: StepReport) -> None:
         now = time.perf_counter()

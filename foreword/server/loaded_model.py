@@ -194,12 +194,12 @@ def make_probe_request(client: EngineClient, tokenizer: Tokenizer, request_id: s
     """A greedy request for one token, without speculation."""
     assert client.info is not None, "a loaded model has info"
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, speculation=Speculation("off"))
-    return make_requests(
+    (request,) = make_requests(
         tokenizer.encode("a", add_special_tokens=False)[:1],
         params,
         tokenizer,
         request_id,
         client.info.resolved.max_model_len,
-        cache_salt="probe",
         vocab_size=client.info.vocab_size,
-    )[0]
+    )
+    return replace(request, cache_salt="probe")

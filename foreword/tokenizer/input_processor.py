@@ -52,20 +52,18 @@ def make_requests(
     request_id: str,
     max_model_len: int,
     defaults: SamplingDefaults = SamplingDefaults(),
-    cache_salt: str = "",
-    priority: int = 0,
     vocab_size: int | None = None,
     images: Sequence[PromptImage] = (),
     image_token_id: int | None = None,
-    adapter: str = "",
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
+
+    The caller sets what does not depend on the prompt: adapter, salt, priority, deadlines.
 
     prompt_ids      truncated by `truncate_prompt_tokens`; a default max_tokens does not reduce its room
     vocab_size      of the model; may differ from the tokenizer's
     images          with their positions in the prompt, shared by all choices
     image_token_id  placeholder of image tokens; None: the model takes no images
-    adapter         digest of the LoRA adapter; empty: the base model
 
     Raises ContextLengthExceeded for a prompt without room for an answer, InvalidRequest for an empty prompt,
     ids outside the vocabulary, placeholders without an image, and a prediction longer than the context.
@@ -75,15 +73,13 @@ def make_requests(
     _check_length(len(prompt), max_model_len, images)
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     _check_ids("prompt", prompt, limit)
-    _check_ids("logit_bias", params.logit_bias, limit)
     if len(params.allowed_token_ids or ()) > limit:
         raise InvalidRequest(
             f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the vocabulary has {limit}",
             "allowed_token_ids",
         )
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
-    _check_ids("stop_token_ids", params.stop_token_ids, limit)
-    _check_ids("logprob_token_ids", params.logprob_token_ids, limit)
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
+        _check_ids(name, getattr(params, name) or (), limit)
     seed, now, filled = resolve_seed(params.seed, defaults.seed), time.monotonic(), defaults.apply(params)
     bad_words = encode_bad_words(params.bad_words, tokenizer)
     breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
@@ -103,13 +99,10 @@ def make_requests(
             eos_token_ids=tuple(i for i in tokenizer.eos_token_ids if i < limit),
             bad_words_ids=bad_words,
             dry_breakers=breakers,
-            priority=priority,
-            cache_salt=cache_salt,
             prediction_ids=predicted,
             reasoning_end_ids=reasoning_end,
             arrival_s=now,
             images=tuple(images),
-            adapter=adapter,
         )
         for index in range(params.n)
     ]
@@ -251,8 +244,6 @@ def make_embedding_requests(
     inputs: Sequence[Sequence[int]],
     pooling: str,
     request_id: str,
-    cache_salt: str = "",
-    priority: int = 0,
     image_token_id: int | None = None,
 ) -> list[Request]:
     """One request per input, after check_input(): ids "X-0", "X-1", ... Raises InvalidRequest.
@@ -276,8 +267,6 @@ def make_embedding_requests(
             prompt_ids=tuple(ids),
             params=NO_SAMPLING_PARAMS,
             seed=0,
-            priority=priority,
-            cache_salt=cache_salt,
             pooling=pooling,
             arrival_s=now,
         )

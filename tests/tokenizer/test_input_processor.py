@@ -23,7 +23,7 @@ TOKENIZER = byte_tokenizer()
 
 def test_each_choice_is_a_request() -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, temperature=0.5)
-    requests = make_requests([1, 2], params, TOKENIZER, "x", 100, cache_salt="t", priority=3)
+    requests = make_requests([1, 2], params, TOKENIZER, "x", 100)
     assert [request.id for request in requests] == ["x-0", "x-1", "x-2"]
     assert [request.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
     for request in requests:
@@ -32,12 +32,7 @@ def test_each_choice_is_a_request() -> None:
             and request.params.seed == request.seed
             and request.params.temperature == 0.5
         )
-        assert (request.prompt_ids, request.cache_salt, request.priority, request.eos_token_ids[0]) == (
-            (1, 2),
-            "t",
-            3,
-            EOS,
-        )
+        assert (request.prompt_ids, request.eos_token_ids[0]) == ((1, 2), EOS)
         assert request.arrival_s > 0
 
 

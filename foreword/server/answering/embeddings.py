@@ -148,12 +148,17 @@ class DecoderEmbedder:
             inputs,
             pooling or self._pooling_config.pooling,
             f"embd-{uuid.uuid4().hex}",
-            context.cache_salt,
-            context.priority,
             server.chat_processor.placeholder_id,
         )
         requests = [
-            replace(request, fairness_key=context.fairness_key, adapter=self._adapter) for request in requests
+            replace(
+                request,
+                cache_salt=context.cache_salt,
+                priority=context.priority,
+                fairness_key=context.fairness_key,
+                adapter=self._adapter,
+            )
+            for request in requests
         ]
         try:
             embedder = EngineEmbedder(server.client, self._resolved, server.config.queue_timeout)

@@ -120,16 +120,16 @@ def build_requests(
         request_id,
         server.max_model_len,
         SamplingDefaults.from_config(server.config, server.tokenizer),
-        cache_salt=context.cache_salt,
-        priority=context.priority,
         vocab_size=server.info().vocab_size,
         images=images,
         image_token_id=server.chat_processor.placeholder_id,
-        adapter=context.adapter,
     )
     return [
         replace(
             request,
+            cache_salt=context.cache_salt,
+            priority=context.priority,
+            adapter=context.adapter,
             adapter_name=context.model if context.adapter else "",
             fairness_key=context.fairness_key,
             queue_deadline_s=_deadline_s(request.arrival_s, server.config.queue_timeout),

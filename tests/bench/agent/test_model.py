@@ -1,6 +1,7 @@
 """The model of recorded answers: rows are computed, and the recorded token takes the sampled one's place."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -89,8 +90,8 @@ def drafted_tokens(engine: AgentEngine, seed: int, tenant: str, constrained: boo
         structured=constraint.structured if constrained else None,
     )
     prompt = engine.tokenizer.encode("the file", add_special_tokens=False)
-    request = make_requests(prompt, params, engine.tokenizer, f"{tenant}{seed}", 4000, cache_salt=tenant)[0]
-    engine.client.submit(request)
+    (request,) = make_requests(prompt, params, engine.tokenizer, f"{tenant}{seed}", 4000)
+    engine.client.submit(replace(request, cache_salt=tenant))
     token_ids: list[int] = []
     num_accepted = 0
     while not engine.client.idle:
