@@ -127,38 +127,39 @@ def release_body(request: Request) -> None:
 class _Body:
     """A request's body, read in parts and then replayed in one."""
 
-    __slots__ = ("_parts", "_receive", "complete", "has_more", "size")
+    __slots__ = ("_buffer", "_receive", "complete", "has_more", "size")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._parts: list[bytes] | None = []
+        self._buffer: bytearray | None = bytearray()  # a list of tiny parts would be many times their size
         self.size = 0
         self.has_more = True
         self.complete = False
 
     async def read(self) -> AsyncIterator[int]:
         """Yields the size of each part; `complete` is then set, unless the client disconnected."""
-        assert self._parts is not None
+        assert self._buffer is not None
         while self.has_more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return
-            self._parts.append(message.get("body", b""))
-            self.size += len(self._parts[-1])
+            part = message.get("body", b"")
+            self._buffer += part
+            self.size += len(part)
             self.has_more = message.get("more_body", False)
-            yield len(self._parts[-1])
+            yield len(part)
         self.complete = True
 
     def release(self) -> int:
         """Free the body; returns the freed bytes."""
-        size, self.size, self._parts = self.size, 0, None
+        size, self.size, self._buffer = self.size, 0, None
         return size
 
     async def replay(self) -> Message:
         """A `receive` that returns the whole body once, then the client's later messages."""
-        if self._parts is None:
+        if self._buffer is None:
             return await self._receive()
-        body, self._parts = b"".join(self._parts), None
+        body, self._buffer = bytes(self._buffer), None
         return {"type": "http.request", "body": body, "more_body": False}
 
 

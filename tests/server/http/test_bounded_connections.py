@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import select
 import socket
 import struct
+import sys
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import h11
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from foreword.cli.uvicorn_server import UvicornServer
 from foreword.config.options import Config
@@ -23,7 +28,7 @@ from foreword.server.http import middleware
 from foreword.server.http.errors import error_response
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.waiting import WAIT_S, wait_until, wait_until_async
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
@@ -232,6 +237,135 @@ def test_connection_is_read_in_small_parts(
         raw.sendall(full_request(BODY + b" " * 900_000))
         assert status_of(read_until_close(raw)) == 200
     assert sum(sizes) > 900_000 and max(sizes) <= connections.MAX_READ_BYTES
+
+
+@dataclass
+class ParserWork:
+    """What the HTTP parsers of a server were given, and what they made of it."""
+
+    num_reads: int = 0
+    num_received: int = 0  # bytes that came from connections
+    num_parsed: int = 0  # bytes of them that reached a parser
+    num_events: int = 0
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> ParserWork:
+    work, parser, protocol = ParserWork(), connections._StrictH11, connections.TimeoutH11Protocol
+    receive, parse, next_event = protocol.data_received, parser.receive_data, parser.next_event
+
+    def count_received(self: connections.TimeoutH11Protocol, data: bytes) -> None:
+        work.num_reads += 1
+        work.num_received += len(data)
+        receive(self, data)
+
+    def count_parsed(self: h11.Connection, data: bytes) -> None:
+        work.num_parsed += len(data)
+        parse(self, data)
+
+    def count_event(self: connections._StrictH11) -> Any:
+        work.num_events += 1
+        return next_event(self)
+
+    monkeypatch.setattr(protocol, "data_received", count_received)
+    monkeypatch.setattr(parser, "receive_data", count_parsed)
+    monkeypatch.setattr(parser, "next_event", count_event)
+    return work
+
+
+TINY_CHUNKS = b"1\r\nx\r\n" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "max_events"),
+    [
+        # A refused request: the first part of its body may be parsed with its head.
+        (b"GET /live HTTP/1.1\r\nHost: x\r\n", 200, 2 * connections.MAX_SMALL_CHUNKS),
+        (
+            b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n",
+            413,
+            2 * connections.MAX_SMALL_CHUNKS,
+        ),
+        (HEAD, 400, 2 * connections.MAX_SMALL_CHUNKS),
+    ],
+    ids=["answered before its body", "too large", "tiny chunks"],
+)
+def test_work_on_a_refused_body_is_bounded(
+    strict_server: RunningServer, work: ParserWork, head: bytes, status: int, max_events: int
+) -> None:
+    """Without end, and in chunks of a byte: it is dropped unparsed, or cut off."""
+    if b"Content-Length" not in head:
+        head += b"Transfer-Encoding: chunked\r\n"
+    with connect(strict_server) as raw:
+        raw.sendall(head + b"\r\n1\r\nx\r\n")
+        if status != 400:
+            assert status_of(raw.recv(65536)) == status
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            raw.sendall(TINY_CHUNKS)
+        if status == 400:
+            read_until_close(raw)
+        else:  # all of it came
+            wait_until(lambda: work.num_received > len(TINY_CHUNKS))
+    assert work.num_parsed <= 2 * connections.MAX_READ_BYTES and work.num_events <= max_events
+
+
+def test_work_on_an_accepted_body_follows_its_bytes(strict_server: RunningServer, work: ParserWork) -> None:
+    """Each read of at most 16 KB is two events: its data, and the wait for more."""
+    sent = full_request(BODY + b" " * 900_000)
+    with connect(strict_server) as raw:
+        raw.sendall(sent)
+        assert status_of(read_until_close(raw)) == 200
+    assert work.num_parsed == len(sent) and work.num_events <= 2 * work.num_reads + 4
+
+
+async def test_body_in_tiny_parts_takes_no_more_memory_than_its_bytes() -> None:
+    parts = iter([b"ab"] * 200_000)
+
+    async def receive() -> Message:
+        part = next(parts, b"")
+        return {"type": "http.request", "body": part, "more_body": part != b""}
+
+    tracemalloc.start()
+    try:
+        body = middleware._Body(receive)
+        sizes = [size async for size in body.read()]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert body.complete and body.size == sum(sizes) == 400_000
+    assert taken - sys.getsizeof(sizes) < 1.5 * body.size
+    assert (await body.replay())["body"] == b"ab" * 200_000
+
+
+async def test_other_connections_are_served_between_two_reads() -> None:
+    """A client that never stops sending gets one read of 16 KB in a turn of the event loop."""
+    turns: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    def record(self: connections.TimeoutH11Protocol, data: bytes) -> None:
+        turns.append("read")
+        received(self, data)
+
+    def turn() -> None:
+        turns.append("turn")
+        loop.call_soon(turn)
+
+    received = connections.TimeoutH11Protocol.data_received
+    loop = asyncio.get_running_loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with UvicornServer(connections.uvicorn_config(app, Config()), listener):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(connections.TimeoutH11Protocol, "data_received", record)
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(HEAD + b"Content-Length: 2000000\r\n\r\n" + b"x" * 2_000_000)
+            loop.call_soon(turn)
+            await wait_until_async(lambda: turns.count("read") > 100)
+            writer.close()
+    reads = "".join("r" if one == "read" else "." for one in turns)
+    assert "rr" not in reads
 
 
 # Slow clients
