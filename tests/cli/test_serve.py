@@ -211,14 +211,19 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
     assert '"code":"shutting_down"' in log_text[-4]
 
 
-# A server whose threads for requests hang, as in a call of native code that does not return.
+# A server whose threads for requests hang in native code: two tokenize without end, the others sleep.
 HUNG_SERVER = """
-import sys, threading
+import ctypes, itertools, sys
 from foreword.cli.main import main
 from foreword.server import loaded_model as context
 from foreword.tokenizer.chat_processor import ChatInputProcessor
+calls = itertools.count()
+def hang(processor, *args):
+    is_first = next(calls) < 2
+    while True:
+        processor._tokenizer.encode("a b " * 500_000) if is_first else ctypes.CDLL(None).sleep(3600)
 context.MAX_RENDER_THREADS = 64
-ChatInputProcessor.render = lambda *args: threading.Event().wait()
+ChatInputProcessor.render = hang
 sys.exit(main(sys.argv[1:]))
 """
 

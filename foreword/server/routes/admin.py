@@ -5,7 +5,6 @@ Those of `admin_router` exist only if the key file has a key with `admin: true`.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import time
 from collections.abc import AsyncIterator
@@ -31,6 +30,7 @@ from foreword.server.auth.usage_db import (
 from foreword.server.http.errors import error_body
 from foreword.server.http.responses import JSONResponse, json_bytes
 from foreword.server.registry import ModelsDep, ServedModels
+from foreword.utils.threads import run_in_own_thread
 
 
 def check_is_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
@@ -117,7 +117,7 @@ async def usage(
     except ConfigError as error:
         raise InvalidRequest(error.message, error.param) from None
     await models.usage.flush()
-    rows = await asyncio.to_thread(read_usage, path, names, first, last, key, model)
+    rows = await run_in_own_thread(read_usage, path, names, first, last, key, model)
     if format == "csv":
         text = io.StringIO()
         write_csv(text, names, rows)
