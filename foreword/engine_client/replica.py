@@ -106,20 +106,43 @@ def choose(candidates: Sequence[ReplicaLoad], last_id: str | None = None) -> str
     ).id
 
 
-class InflightRequest:
-    """A request and the delivered part of its answer.
+class RoutedRequest:
+    """An open request and the delivered part of its answer, from which any engine can go on.
 
     |<- request.resume_output_ids ->|<- delivered_ids ----------------------------->|
                                     |<- output of a resumed request ->|<- checked ->|<- new ...
     """
 
-    __slots__ = ("_first_timing", "delivered_ids", "has_run", "request")
+    __slots__ = (
+        "_first_timing",
+        "delivered_ids",
+        "digests",
+        "has_run",
+        "num_placements",
+        "num_prompt",
+        "on_event",
+        "replica",
+        "request",
+        "sent_id",
+        "waits_since_s",
+    )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
         self.request = request
+        self.on_event = on_event
         self.has_run = False  # an engine before ran it
         self.delivered_ids: list[int] = []
         self._first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s of the first event
+        self.replica: RouterReplica | None = None  # None: it waits for a replica
+        self.num_placements = 0
+        self.sent_id = ""  # its id in the replica
+        self.digests: list[bytes] = []  # blocks of the prompt that another request may share
+        self.num_prompt = 0  # tokens without KV that `replica` counts
+        self.waits_since_s: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
 
     @property
     def num_output(self) -> int:
@@ -151,7 +174,7 @@ class InflightRequest:
             is_resumed=True,
         )
 
-    def on_event(self, event: TokenEvent) -> Event | None:
+    def take_new(self, event: TokenEvent) -> Event | None:
         """The part of an event that was not delivered, with the request's own id.
 
         None if there is none; an ErrorEvent if delivered tokens differ.
@@ -177,35 +200,6 @@ class InflightRequest:
         if first != timing or event.request_id != self.request.id:
             event = event._replace(request_id=self.request.id, num_cached=first[0], scheduled_s=first[1])
         return event
-
-
-class RoutedRequest:
-    """An open request, wherever it runs."""
-
-    __slots__ = (
-        "digests",
-        "inflight",
-        "num_placements",
-        "num_prompt",
-        "on_event",
-        "replica",
-        "sent_id",
-        "waits_since_s",
-    )
-
-    def __init__(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
-        self.inflight = InflightRequest(request)
-        self.on_event = on_event
-        self.replica: RouterReplica | None = None  # None: it waits for a replica
-        self.num_placements = 0
-        self.sent_id = ""  # its id in the replica
-        self.digests: list[bytes] = []  # blocks of the prompt that another request may share
-        self.num_prompt = 0  # tokens without KV that `replica` counts
-        self.waits_since_s: float | None = None
-
-    @property
-    def id(self) -> str:
-        return self.inflight.request.id
 
 
 class RouterReplica:
@@ -277,9 +271,8 @@ class RouterReplica:
 
 def with_ages(stats: StepStats, requests: Collection[RoutedRequest], now_s: float) -> StepStats:
     """The stats with the longest and the oldest of these requests."""
-    inflights = [each.inflight for each in requests]
-    tokens = [each.num_output for each in inflights]
-    ages_s = [now_s - each.request.arrival_s for each in inflights]
+    tokens = [each.num_output for each in requests]
+    ages_s = [now_s - each.request.arrival_s for each in requests]
     return replace(
         stats,
         longest_running_tokens=max([stats.longest_running_tokens, *tokens]),

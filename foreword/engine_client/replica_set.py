@@ -119,7 +119,7 @@ class ReplicaSet:
 
     def choose(self, routed: RoutedRequest, excluded: RouterReplica | None) -> RouterReplica | None:
         """The replica for a request; None if it has to wait."""
-        request = routed.inflight.request
+        request = routed.request
         replicas = [
             each
             for each in self
@@ -127,7 +127,7 @@ class ReplicaSet:
             and each is not excluded
             and (request.adapter in each.adapters or request.adapter not in self.adapters)
         ]
-        if routed.inflight.has_run:
+        if routed.has_run:
             replicas = self._with_room(replicas)
         if len(replicas) < 2:
             return replicas[0] if replicas else None

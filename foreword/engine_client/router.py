@@ -1,6 +1,6 @@
 """The engines of one model as one: requests move between them, token for token. Imports no torch.
 
-The router has every open request, with the tokens delivered so far (InflightRequest). A replica that dies,
+The router has every open request, with the tokens delivered so far (RoutedRequest). A replica that dies,
 restarts, is drained or does not answer loses its requests to another, which computes their tokens again as
 a prompt. If there is no other, they wait. One engine is the case of one replica.
 """
@@ -144,7 +144,7 @@ class EngineRouter:
                     self._drain(replica)
                 else:
                     for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
-                        replica.requests[sent_id].inflight.has_run = True  # no queue deadline any more
+                        replica.requests[sent_id].has_run = True  # no queue deadline any more
                 try:
                     async for text in replica.client.reload():
                         yield f"{prefix}{text}"
@@ -207,13 +207,13 @@ class EngineRouter:
     def _hash_prompt(self, routed: RoutedRequest, num_tokens: int) -> None:
         """Hash the blocks of the first prompt tokens, but not the last token's: its row is computed."""
         assert self.info is not None
-        request, size = routed.inflight.request, self.info.resolved.block_size
+        request, size = routed.request, self.info.resolved.block_size
         tokens = request.prompt_ids[: min(num_tokens, len(request.prompt_ids) - 1)]
         extend_hashes(routed.digests, tokens, size, request.namespace, request.images)
 
     async def _place_long(self, routed: RoutedRequest) -> None:
         """Place a request with a long prompt; the event loop runs between parts of the prompt."""
-        length = len(routed.inflight.request.prompt_ids)
+        length = len(routed.request.prompt_ids)
         for end in range(HASHED_TOKENS, length + HASHED_TOKENS, HASHED_TOKENS):
             self._hash_prompt(routed, end)
             await asyncio.sleep(0)
@@ -243,9 +243,9 @@ class EngineRouter:
 
     def _send(self, routed: RoutedRequest, replica: RouterReplica) -> None:
         assert self.info is not None and replica.client.info is not None
-        request = routed.inflight.request
+        request = routed.request
         if routed.num_placements:
-            request = routed.inflight.make_resume_request(f"{request.id}~{routed.num_placements}")
+            request = routed.make_resume_request(f"{request.id}~{routed.num_placements}")
         routed.num_placements += 1
         routed.replica, routed.sent_id = replica, request.id
         replica.requests[request.id] = routed
@@ -272,7 +272,7 @@ class EngineRouter:
         """Place the requests of a replica that could go on with them, as far as there is another."""
         for routed in list(replica.requests.values()):
             self._leave(routed)
-            routed.inflight.has_run = True
+            routed.has_run = True
             replica.client.remove(routed.sent_id)
             self._place(routed)
 
@@ -293,13 +293,13 @@ class EngineRouter:
         replica = routed.replica
         assert replica is not None, "a client passes on no event of a removed request"
         if isinstance(event, TokenEvent):
-            new = routed.inflight.on_event(event)
+            new = routed.take_new(event)
             if new is None:
                 return
         elif isinstance(event, ErrorEvent):
             if isinstance(event.error, EngineDead) and self.alive:
                 self._leave(routed)
-                routed.inflight.has_run |= replica.address is not None  # nobody knows
+                routed.has_run |= replica.address is not None  # nobody knows
                 self._place(routed)
                 return
             new = ErrorEvent(routed.id, event.error)
@@ -320,7 +320,7 @@ class EngineRouter:
         """Find out who is to blame; the requests of the replica leave it next."""
         busy = [routed for sent_id, routed in replica.requests.items() if sent_id in sent_ids]  # oldest first
         for routed in busy:
-            routed.inflight.has_run = True
+            routed.has_run = True
         busy_ids = [routed.id for routed in busy]
         idle_ids = {routed.id for routed in replica.requests.values()}.difference(busy_ids)
         refused = self._suspects.on_crash(busy_ids, idle_ids)
@@ -439,8 +439,7 @@ class EngineRouter:
                 self._fail(routed, NoReplica(f"no replica was ready within {self._timeout_s:g} s: {states}"))
 
     def _check_deadline(self, routed: RoutedRequest, now_s: float, is_running: bool) -> None:
-        inflight = routed.inflight
-        error = check_deadline(inflight.request, now_s, is_running or inflight.has_started)
+        error = check_deadline(routed.request, now_s, is_running or routed.has_started)
         if error is not None:
             self._fail(routed, error)
 
@@ -496,7 +495,7 @@ class EngineRouter:
             await self._usage_changed.wait()
 
     def _num_users(self, digest: str) -> int:
-        return sum(each.inflight.request.adapter == digest for each in self._requests.values())
+        return sum(each.request.adapter == digest for each in self._requests.values())
 
     async def unload_adapter(self, digest: str) -> None:
         if num_users := self._num_users(digest):

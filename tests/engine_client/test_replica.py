@@ -20,8 +20,8 @@ from foreword.engine_client.replica import (
     REPLAY_CHECK_TOKENS,
     TOKENS_PER_STREAM,
     BlockIndex,
-    InflightRequest,
     ReplicaLoad,
+    RoutedRequest,
     choose,
 )
 from foreword.errors import RequestFailed
@@ -42,6 +42,10 @@ def make_request(name: str, **params: Any) -> Request:
     return Request(name, (1, 2, 3), SamplingParams(**params), seed=0)
 
 
+def open_request(request: Request) -> RoutedRequest:
+    return RoutedRequest(request, lambda event: None)
+
+
 def said(request_id: str, start: int, stop: int, **fields: Any) -> TokenEvent:
     """An event with tokens [start, stop) of the request's only possible answer."""
     ids = tuple(_answer(request_id, position) for position in range(start, stop))
@@ -56,7 +60,7 @@ def _answer(request_id: str, position: int) -> int:
 
 def test_request_without_delivered_tokens_is_sent_as_it_was() -> None:
     request = replace(make_request("a", prompt_logprobs=2), queue_deadline_s=1.0, deadline_s=9.0)
-    live = InflightRequest(request)
+    live = open_request(request)
     assert live.make_resume_request("a~1") == replace(request, id="a~1")
     live.has_run = True
     ran = live.make_resume_request("a~1")
@@ -64,22 +68,22 @@ def test_request_without_delivered_tokens_is_sent_as_it_was() -> None:
 
 
 def test_all_tokens_of_a_short_answer_are_sampled_again() -> None:
-    live = InflightRequest(make_request("a"))
-    live.on_event(said("a", 0, 1))
+    live = open_request(make_request("a"))
+    live.take_new(said("a", 0, 1))
     resumed = live.make_resume_request("a~1")
     assert resumed.is_resumed and not resumed.resume_output_ids
 
 
 def test_events_have_the_id_of_the_request() -> None:
-    live = InflightRequest(make_request("a"))
-    live.on_event(said("a", 0, 6))
-    assert live.on_event(said("a", 6, 8)._replace(request_id="a~1")) == said("a", 6, 8)
-    failed = live.on_event(said("a", 9, 12)._replace(request_id="a~1"))
+    live = open_request(make_request("a"))
+    live.take_new(said("a", 0, 6))
+    assert live.take_new(said("a", 6, 8)._replace(request_id="a~1")) == said("a", 6, 8)
+    failed = live.take_new(said("a", 9, 12)._replace(request_id="a~1"))
     assert isinstance(failed, ErrorEvent) and failed.request_id == "a"
 
 
 def test_delivered_tokens_are_resume_output() -> None:
-    live = InflightRequest(
+    live = open_request(
         replace(
             make_request("a", prompt_logprobs=2),
             resume_output_ids=(7, 8),
@@ -87,34 +91,34 @@ def test_delivered_tokens_are_resume_output() -> None:
             deadline_s=9.0,
         )
     )
-    live.on_event(said("a", 0, 6)._replace(index=2))
+    live.take_new(said("a", 0, 6)._replace(index=2))
     resumed = live.make_resume_request("a~1")
     assert resumed.resume_output_ids == (7, 8, _answer("a", 0), _answer("a", 1))
     assert resumed.id == "a~1" and resumed.is_resumed
     assert resumed.params.prompt_logprobs is None, "already delivered"
     assert (resumed.queue_deadline_s, resumed.deadline_s) == (None, 9.0), "only the queue deadline is dropped"
-    few = InflightRequest(replace(make_request("a"), resume_output_ids=(7, 8)))
-    few.on_event(said("a", 0, REPLAY_CHECK_TOKENS - 1)._replace(index=2))
+    few = open_request(replace(make_request("a"), resume_output_ids=(7, 8)))
+    few.take_new(said("a", 0, REPLAY_CHECK_TOKENS - 1)._replace(index=2))
     assert few.make_resume_request("a~1").resume_output_ids == (7, 8), "the caller's own output is kept"
 
 
 def test_replayed_tokens_are_not_delivered_twice() -> None:
-    live = InflightRequest(make_request("a"))
-    assert live.on_event(said("a", 0, 6)) == said("a", 0, 6)
-    assert live.on_event(said("a", 2, 4)) is None
+    live = open_request(make_request("a"))
+    assert live.take_new(said("a", 0, 6)) == said("a", 0, 6)
+    assert live.take_new(said("a", 2, 4)) is None
     use = DraftResult("suffix", num_drafted=4, num_accepted=3)
-    new = live.on_event(said("a", 4, 8, draft=use))
+    new = live.take_new(said("a", 4, 8, draft=use))
     assert new == said("a", 6, 8, draft=DraftResult("suffix", 2, 1))
-    assert live.on_event(said("a", 8, LENGTH)) == said("a", 8, LENGTH)
+    assert live.take_new(said("a", 8, LENGTH)) == said("a", 8, LENGTH)
 
 
 @pytest.mark.parametrize(
     "event", [said("a", 2, 5)._replace(token_ids=(1, 2, 3)), said("a", 7, 8), said("b", 4, 7)]
 )
 def test_different_tokens_after_a_crash_fail_the_request(event: TokenEvent) -> None:
-    live = InflightRequest(make_request("a"))
-    live.on_event(said("a", 0, 6))
-    failed = live.on_event(event)
+    live = open_request(make_request("a"))
+    live.take_new(said("a", 0, 6))
+    failed = live.take_new(event)
     assert (
         isinstance(failed, ErrorEvent)
         and isinstance(failed.error, RequestFailed)
@@ -123,10 +127,10 @@ def test_different_tokens_after_a_crash_fail_the_request(event: TokenEvent) -> N
 
 
 def test_first_timing_and_repetition_are_kept() -> None:
-    live = InflightRequest(make_request("a"))
-    first = live.on_event(said("a", 0, 6, num_cached=2, scheduled_s=5.0, repetition=Repetition(6, 3)))
+    live = open_request(make_request("a"))
+    first = live.take_new(said("a", 0, 6, num_cached=2, scheduled_s=5.0, repetition=Repetition(6, 3)))
     assert isinstance(first, TokenEvent) and first.repetition is not None
-    again = live.on_event(said("a", 2, 8, num_cached=0, scheduled_s=8.0, repetition=Repetition(4, 3)))
+    again = live.take_new(said("a", 2, 8, num_cached=0, scheduled_s=8.0, repetition=Repetition(4, 3)))
     assert again == said("a", 6, 8, num_cached=2, scheduled_s=5.0), (
         "no second warning for the same repetition"
     )
