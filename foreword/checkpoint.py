@@ -21,7 +21,7 @@ from foreword.tokenizer.files import read_tokenizer_files
 from foreword.tokenizer.generation_config import GenerationConfig
 from foreword.tokenizer.gguf import CHAT_TEMPLATE_KEY, build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
-from foreword.weights.config_reader import ConfigReader, read_json, read_text_config
+from foreword.weights.config_reader import ConfigReader, read_json, read_text_config, read_vocab_size
 from foreword.weights.gguf.header import is_gguf, open_gguf
 from foreword.weights.hub import resolve_path
 from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
@@ -29,7 +29,6 @@ from foreword.weights.unsupported_families import describe_checkpoint, missing_f
 logger = logging.getLogger(__name__)
 
 EXTENDING_ROPE_TYPES = ("dynamic", "yarn")
-EMBEDDING_TENSOR = "token_embd.weight"  # in GGUF files
 PROBE_MESSAGES = (  # must render with a chat template given by option
     {"role": "user", "content": "Foreword asks"},
     {"role": "assistant", "content": "Foreword answers"},
@@ -143,12 +142,13 @@ def has_chat_template(path: Path) -> bool:
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:
     """Tokenizer and model vocabulary size of a checkpoint. Raises CheckpointError."""
-    if not is_gguf(path):
-        return Tokenizer.from_directory(path), read_vocab_size(path)
-    gguf = open_gguf(path)
-    if EMBEDDING_TENSOR not in gguf.tensors:
-        raise CheckpointError(f"{path}: tensor `{EMBEDDING_TENSOR}` is missing", "model")
-    return build_gguf_tokenizer(gguf.metadata, str(path)), gguf.tensors[EMBEDDING_TENSOR].shape[0]
+    if is_gguf(path):
+        gguf = open_gguf(path)
+        vocab_size = gguf.vocab_size  # a file with only a vocabulary is refused for its tensor
+        return build_gguf_tokenizer(gguf.metadata, str(path)), vocab_size
+    file = path / "config.json"
+    text_config = read_text_config(ConfigReader(read_json(file), str(file)))
+    return Tokenizer.from_directory(path), read_vocab_size(text_config)
 
 
 def apply_options(config: Config, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
@@ -212,9 +212,3 @@ def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, pa
         problem = f"image processor differs from the model's: {draft_processor} instead of {processor}"
         raise ConfigError(f"the draft model's {problem}", "draft_model")
     return len(tokenizer.added_tokens_missing_in(drafter))
-
-
-def read_vocab_size(path: Path) -> int:
-    """Vocabulary size in config.json, where the model reads it. Raises CheckpointError."""
-    file = path / "config.json"
-    return read_text_config(ConfigReader(read_json(file), str(file))).get_int("vocab_size")

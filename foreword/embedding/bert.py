@@ -31,7 +31,7 @@ from foreword.embedding.encoder_layers import (
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.weights.config_reader import ConfigReader
+from foreword.weights.config_reader import ConfigReader, read_vocab_size
 
 PRETRAINING_HEAD = "head of pre-training"
 UNUSED_POOLER = "neither vectors nor scores read it"
@@ -172,7 +172,7 @@ class DistilBert(Bert):
         positions = config.get_int("max_position_embeddings")
         return EncoderConfig(
             architecture="distilbert",
-            vocab_size=config.get_int("vocab_size"),
+            vocab_size=read_vocab_size(config),
             hidden_size=hidden,
             intermediate_size=config.get_int("hidden_dim", high=MAX_HIDDEN_SIZE),
             num_layers=config.get_int("n_layers", high=MAX_LAYERS),

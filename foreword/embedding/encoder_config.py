@@ -7,7 +7,7 @@ from types import MappingProxyType
 from foreword.embedding.encoder import EncoderConfig
 from foreword.embedding.encoder_layers import ACTIVATIONS
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.weights.config_reader import ConfigReader
+from foreword.weights.config_reader import ConfigReader, read_vocab_size
 
 RANKER_SUFFIX = "ForSequenceClassification"
 SCORE_ACTIVATIONS = MappingProxyType(
@@ -40,7 +40,7 @@ def read_bert_config(
     positions = config.get_int("max_position_embeddings", low=first_position + 1)
     return EncoderConfig(
         architecture=architecture,
-        vocab_size=config.get_int("vocab_size"),
+        vocab_size=read_vocab_size(config),
         hidden_size=hidden,
         intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
         num_layers=config.get_int("num_hidden_layers", high=MAX_LAYERS),

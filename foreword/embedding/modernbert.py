@@ -18,7 +18,7 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
 from foreword.models.decoder_config import LAYER_TYPES, MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.weights.config_reader import ConfigReader
+from foreword.weights.config_reader import ConfigReader, read_vocab_size
 
 FULL, SLIDING = LAYER_TYPES
 ROPE_THETA_KEYS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
@@ -67,7 +67,7 @@ class ModernBert(TextEncoder):
         config.require_value("position_embedding_type", "absolute")  # inherited and unused
         return ModernBertConfig(
             architecture="modernbert",
-            vocab_size=config.get_int("vocab_size"),
+            vocab_size=read_vocab_size(config),
             hidden_size=hidden,
             intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
             num_layers=layers,

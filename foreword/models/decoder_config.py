@@ -9,7 +9,7 @@ from foreword.kernels.ops import ExpertsConfig
 from foreword.layers.rope import RopeConfig
 from foreword.models.expert_weights import ExpertNames, MoEConfig
 from foreword.models.rope_options import read_rope, scaled_context_length
-from foreword.weights.config_reader import ConfigReader
+from foreword.weights.config_reader import ConfigReader, read_vocab_size
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -114,7 +114,7 @@ def read_decoder_config(
     return DecoderConfig(
         architecture=architecture,
         dtype=config.get_dtype(),
-        vocab_size=config.get_int("vocab_size"),
+        vocab_size=read_vocab_size(config),
         hidden_size=hidden,
         intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
         num_heads=heads,

@@ -236,6 +236,15 @@ def read_text_config(config: ConfigReader) -> ConfigReader:
     return text.with_defaults(LLAVA_TEXT_DEFAULTS.get(str(text.get("model_type", "llama")), {}))
 
 
+def read_vocab_size(config: ConfigReader) -> int:
+    """Rows of the embedding and width of the logits, 1 to MAX_INT; GGUFFile.vocab_size for GGUF files.
+
+    config  the decoder's options (read_text_config), which win over another `vocab_size` beside a
+            `text_config`, or those of an encoder
+    """
+    return config.get_int("vocab_size")
+
+
 def _is_number(value: Any) -> bool:
     """Whether the value is a finite number and no bool; large ints would overflow a float."""
     if isinstance(value, float):

@@ -294,3 +294,13 @@ def test_inconsistent_parts_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must be 1 and 3"
     ):
         open_gguf(files[0])
+
+
+@pytest.mark.parametrize("rows", [(1 << 24) + 1, 1 << 31])
+def test_vocabulary_beyond_the_limit_is_refused(rows: int, tmp_path: Path) -> None:
+    """The API process makes a list of the rows without a token."""
+    path = written(tmp_path / "x.gguf", RawGGUF([], [RawGGUF.tensor("token_embd.weight", (1, rows), 24)]))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + rows)
+    with pytest.raises(CheckpointError, match=r"`token_embd.weight` must be .* at most 16777216"):
+        _ = open_gguf(path).vocab_size

@@ -24,7 +24,7 @@ from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.planning.memory import ModelInfo, PackedFormat
 from foreword.weights.file_to_device import DeviceLoader, FileSpan
-from foreword.weights.gguf.header import GGUFFile, TensorInfo
+from foreword.weights.gguf.header import EMBEDDING_TENSOR, GGUFFile, TensorInfo
 from foreword.weights.gguf.metadata import ROPE_TENSORS
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.renamed_weights import PrefixedWeights
@@ -86,7 +86,7 @@ TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EXPERTS_MARK = "_exps."  # in names of tensors
-EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
+HEAD_TENSOR = "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,

@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
+from foreword.weights.config_reader import ConfigReader
 
 MAGIC = b"GGUF"
+EMBEDDING_TENSOR = "token_embd.weight"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32  # bytes
 MAX_ALIGNMENT = 1 << 20  # bytes
@@ -227,6 +229,14 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]  # by name
     files: tuple[Path, ...]  # all parts of a split file
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, which win over the key `vocab_size`; see read_vocab_size()."""
+        if EMBEDDING_TENSOR not in self.tensors:
+            raise CheckpointError(f"{self.path}: tensor `{EMBEDDING_TENSOR}` is missing", "model")
+        rows = {EMBEDDING_TENSOR: self.tensors[EMBEDDING_TENSOR].shape[0]}
+        return ConfigReader(rows, str(self.path)).get_int(EMBEDDING_TENSOR)
 
 
 def is_gguf(path: Path) -> bool:

@@ -217,7 +217,7 @@ def _shape_options(metadata: MetadataReader) -> Options:
     return {
         "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
-        "vocab_size": metadata.tensor_info("token_embd.weight").shape[0],
+        "vocab_size": metadata.gguf.vocab_size,
         "hidden_size": metadata.get_int("embedding_length"),
         "intermediate_size": _read_intermediate_size(metadata),
         "num_hidden_layers": metadata.get_int("block_count"),

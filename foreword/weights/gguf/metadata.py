@@ -30,6 +30,7 @@ class MetadataReader:
         }
         self.architecture = architecture
         self.tensors = gguf.tensors
+        self.gguf = gguf
         self._general = ConfigReader(gguf.metadata, str(gguf.path))
         self._reader = ConfigReader(values, str(gguf.path))
         self._prefix = prefix
