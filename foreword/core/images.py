@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreword.errors import InvalidRequest
+
 Size = tuple[int, int]  # (height, width)
+MAX_SIZE: Final = 1 << 24  # above the tiles, pixels of a side or tokens of any image
 ROUND_DIGITS = 7  # digits kept before a length is truncated: 2.9999999999 counts as 3
 
 
@@ -34,6 +38,18 @@ class PromptImage:
         """Size of its pixels in bytes."""
         tiles, channels, height, width = self.shape
         return tiles * channels * height * width
+
+    def check_bounds(self, prompt_len: int) -> None:
+        """Raises InvalidRequest unless it lies in the prompt, with sizes that an image may have."""
+        problem = ""
+        if self.num_tokens < 1:
+            problem = f"an image has {self.num_tokens:.40g} tokens, needs at least 1"
+        elif not 0 <= self.start <= prompt_len - self.num_tokens:
+            problem = f"image at token {self.start:.40g} exceeds the prompt ({prompt_len} tokens)"
+        elif not all(1 <= size <= MAX_SIZE for size in (*self.grid_thw, *self.original_size, *self.shape)):
+            problem = f"the sizes of an image must be between 1 and {MAX_SIZE}"
+        if problem:
+            raise InvalidRequest(problem, "messages")  # the field that images come from
 
     def without_pixels(self) -> PromptImage:
         return self if self.pixels is None else replace(self, pixels=None)

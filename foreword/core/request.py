@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from foreword.core.finish import FinishChecker, FinishResult
 from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.outputs import TokenLogprob
-from foreword.core.params import SamplingParams
+from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.structured_output import RequestGrammar
 from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
 
@@ -48,9 +48,15 @@ class Request:
     adapter: str = ""  # digest of its LoRA adapter; empty: the base model
     adapter_name: str = ""  # used by statistics
 
-    def check_token_ids(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for an id outside the vocabulary: kernels index logits by some of them."""
+    def check_bounds(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for an id outside the vocabulary, or another number without a meaning.
+
+        Kernels index logits by some of them; others become arrays of 64 bits, or the shape of one.
+        """
         params = self.params
+        if not 0 <= self.seed <= SEED_MASK:
+            raise InvalidRequest(f"seed must be between 0 and {SEED_MASK}, got {self.seed:.40g}", "seed")
+        scope = None if params.structured is None else params.structured.scope
         for name, sequences in (
             ("prompt", (self.prompt_ids, self.resume_output_ids)),
             ("stop_token_ids", (self.eos_token_ids, params.stop_token_ids)),
@@ -60,12 +66,15 @@ class Request:
             ("bad_words", self.bad_words_ids),
             ("dry_sequence_breakers", self.dry_breakers),
             ("structured_outputs.after", self.reasoning_end_ids),
+            ("structured_outputs.scope", () if scope is None else (scope.token_ids,)),
         ):
             for ids in filter(None, sequences):
                 if not 0 <= min(ids) <= max(ids) < vocab_size:
                     outside = next(i for i in ids if not 0 <= i < vocab_size)
                     problem = f"token id {outside} is outside the vocabulary 0..{vocab_size - 1}"
                     raise InvalidRequest(f"{name}: {problem}", name)
+        for image in self.images:
+            image.check_bounds(len(self.prompt_ids))
 
     @property
     def namespace(self) -> str:

@@ -42,6 +42,12 @@ class ConstraintScope:
     constrains: bool = True  # False: only the thinking budget applies
     usual: Marker = ()  # template spelling of the start, proposed as a draft
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids in its markers."""
+        markers = (self.reasoning_begin, self.reasoning_end, self.trigger, self.usual, (self.early_begin,))
+        return tuple(part for marker in markers for part in marker if isinstance(part, int))
+
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:

@@ -272,7 +272,7 @@ class Engine:
         max_tokens = request.params.max_tokens
         if len(request.resume_output_ids) >= (max_tokens or limit):
             raise InvalidRequest(f"all of max_tokens {max_tokens} are delivered already", "max_tokens")
-        request.check_token_ids(self.info.vocab_size)
+        request.check_bounds(self.info.vocab_size)
         check_images(request, self.info.image_token_id, self.batch_builder.mrope)
         self.info.resolved.check_method(request.params.speculation.method)
         self._lora_slot(request)

@@ -51,6 +51,7 @@ REFUSALS: Final = (
     httpx.codes.BAD_REQUEST,
     httpx.codes.REQUEST_ENTITY_TOO_LARGE,
 )  # statuses that refuse a message
+MAX_DRAFTED: Final = 1 << 12  # far above the longest draft of an event
 MAX_ERROR_CHARS: Final = 300  # length of a server's answer in our errors
 
 OnEvent = Callable[[Event], None]
@@ -290,6 +291,8 @@ class RemoteClient:
                 result.call, result.info if result.error is None else result.error.to_error()
             )
         for event in report.events:
+            if isinstance(event, TokenEvent) and not _is_within_bounds(event, session.info.vocab_size):
+                raise _Disconnected(f"{self.address} sent tokens outside of their limits")
             self._deliver(session, event)
 
     def _deliver(self, session: _Session, event: TokenEvent | EmbeddingEvent | RemoteError) -> None:
@@ -432,6 +435,14 @@ class _Session:
         elif batch and batch[0][0]:
             error = RequestFailed(f"the engine's server refused the request: {text}")
             on_refused(RemoteError.from_error(error, batch[0][0]))
+
+
+def _is_within_bounds(event: TokenEvent, vocab_size: int) -> bool:
+    """Whether its numbers may be those of an engine: statistics hold a counter for each drafted token."""
+    draft = event.draft
+    if draft is not None and not 0 <= draft.num_accepted <= draft.num_drafted <= MAX_DRAFTED:
+        return False
+    return event.index >= 0 and all(0 <= token_id < vocab_size for token_id in event.token_ids)
 
 
 def _batches(messages: Sequence[_Message]) -> Iterator[Sequence[_Message]]:

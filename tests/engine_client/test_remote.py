@@ -15,14 +15,21 @@ import pytest
 
 from foreword.config.lora import LoraModule
 from foreword.config.options import Config
-from foreword.core.outputs import ErrorEvent, Event, StepStats, TokenEvent
+from foreword.core.outputs import DraftResult, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client import remote
 from foreword.engine_client.base import EngineCallbacks, is_last
 from foreword.engine_client.remote import RemoteClient, _Session
-from foreword.engine_client.remote_messages import GREETING, Greeting, SessionStatus, build_digest
+from foreword.engine_client.remote_messages import (
+    GREETING,
+    REPORT,
+    Greeting,
+    SessionReport,
+    SessionStatus,
+    build_digest,
+)
 from foreword.errors import CheckpointError, ConfigError, EngineDead, Overloaded, RequestFailed
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import EOS, FakeEngineClient, FakeOutput, engine_info
@@ -306,6 +313,24 @@ async def test_line_that_is_no_report_ends_the_connection(line: bytes) -> None:
     callbacks = EngineCallbacks(on_restart=reasons.append)
     async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url, callbacks):
         await wait_until_async(lambda: "sent no report" in str(reasons))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TokenEvent("s-0", 0, (-1,)),
+        TokenEvent("s-0", 0, (2**31,)),
+        TokenEvent("s-0", -1, (65,)),
+        TokenEvent("s-0", 0, (65,), draft=DraftResult("ngram", 2**40, 0)),  # a counter for each
+        TokenEvent("s-0", 0, (65,), draft=DraftResult("ngram", 1, 2)),
+    ],
+)
+async def test_numbers_that_no_engine_sends_end_the_connection(event: TokenEvent) -> None:
+    reasons: list[str | None] = []
+    callbacks = EngineCallbacks(on_restart=reasons.append)
+    line = REPORT.dumps(SessionReport((event,)))
+    async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url, callbacks):
+        await wait_until_async(lambda: "sent tokens outside of their limits" in str(reasons))
 
 
 async def test_refusals_of_the_start_say_why(node: RunningServer) -> None:

@@ -20,6 +20,14 @@ from tests.support.waiting import wait_until
 KEY = "a key of the engine"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 SESSIONS = "/engine/sessions"
+IMAGE = {
+    "digest": "",
+    "num_tokens": 1,
+    "grid_thw": [1, 1, 1],
+    "original_size": [1, 1],
+    "shape": [1, 3, 1, 1],
+    "pixels": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,8 @@ def session(server: RunningServer) -> Iterator[tuple[str, Iterator[str]]]:
 
 
 def send(server: RunningServer, session_id: str, *messages: Any) -> httpx.Response:
-    return server.http.post(f"{SESSIONS}/{session_id}/messages", headers=BEARER, json=list(messages))
+    body = json.dumps(list(messages))  # httpx refuses an infinity
+    return server.http.post(f"{SESSIONS}/{session_id}/messages", headers=BEARER, content=body)
 
 
 def submission(request_id: str, **changes: Any) -> dict[str, Any]:
@@ -86,6 +95,22 @@ def test_short_engine_key_is_refused(key: str) -> None:
         (submission("x", prompt_ids=["a"]), "must be an integer, got 'a'", "[0].request.prompt_ids[0]"),
         (submission("x", params={"top_p": 2}), "top_p must be above 0 and at most 1", "top_p"),
         (submission("x", params={"seed": 1.5}), "must be an integer", "[0].request.params.seed"),
+        (submission("x", prompt_ids=[1, -1]), "prompt: token id -1 is outside", "prompt"),
+        (submission("x", prompt_ids=[2**70]), "prompt: token id 1180591620717411303424 is", "prompt"),
+        (submission("x", eos_token_ids=[2**31]), "stop_token_ids: token id 2147483648", "stop_token_ids"),
+        (submission("x", seed=-1), "seed must be between 0 and ", "seed"),
+        (submission("x", seed=2**64), "seed must be between 0 and ", "seed"),
+        (submission("x", arrival_s=float("inf")), "times must be finite", "[0].request"),
+        (submission("x", images=[IMAGE | {"start": -(2**70)}]), "exceeds the prompt (1 tokens)", "messages"),
+        (submission("x", images=[IMAGE | {"num_tokens": 2**31}]), "exceeds the prompt", "messages"),
+        (submission("x", images=[IMAGE | {"grid_thw": [1, -1, -1]}]), "between 1 and 16777216", "messages"),
+        (submission("x", images=[IMAGE | {"shape": [1, 3, 2**31, 1]}]), "between 1 and", "messages"),
+        (submission("x", images=[IMAGE | {"original_size": [0, 1]}]), "between 1 and", "messages"),
+        (
+            {"remove": {"request_id": "x", "num_tokens": -1}},
+            "must be at least 0, got -1",
+            "[0].remove.num_tokens",
+        ),
     ],
 )
 def test_invalid_message_names_the_field(node: RunningServer, message: Any, text: str, param: str) -> None:
@@ -112,6 +137,14 @@ def test_refused_list_takes_no_effect(node: RunningServer) -> None:
         assert send(node, session_id, good, good | {"remove": {"request_id": "x"}}).status_code == 400
         assert send(node, session_id, good, submission("other")).status_code == 400
     assert node.client.submitted == []
+
+
+def test_open_calls_are_bounded(node: RunningServer) -> None:
+    """Each is a task, of a few bytes of a message."""
+    calls = [{"reload": {"call": number}} for number in range(engine_sessions.MAX_CALLS + 1)]
+    with session(node) as (session_id, _):
+        response = send(node, session_id, *calls)
+    assert response.status_code == 400 and "64 open calls" in response.text
 
 
 def test_one_id_twice_is_refused(node: RunningServer) -> None:

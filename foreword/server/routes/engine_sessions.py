@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 from weakref import WeakSet
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
@@ -53,6 +54,8 @@ from foreword.server.health import STOPPING_MESSAGE, DrainState
 from foreword.server.registry import ModelsDep
 
 logger = logging.getLogger("foreword.serve")
+
+MAX_CALLS: Final = 64  # open calls of a session, each a task
 
 
 class EngineSessions:
@@ -122,7 +125,7 @@ class _Session:
         self._steps: list[StepStats] = []
         self._blocks: list[BlockUpdate] = []
         self._results: list[CallResult] = []
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()  # at most MAX_CALLS
         self._has_news = asyncio.Event()
         self._heard_s = time.monotonic()  # when the last message came
 
@@ -169,6 +172,8 @@ class _Session:
         self._has_news.set()  # the writer runs after the events of this step
 
     def on_blocks(self, update: BlockUpdate) -> None:
+        if update.is_snapshot:  # of all that is cached: those before it say nothing more
+            self._blocks.clear()
         self._blocks.append(update)
         self._has_news.set()
 
@@ -189,6 +194,9 @@ class _Session:
         new_ids: set[str] = set()
         for index, message in enumerate(messages):
             self._check(f"[{index}]", message, new_ids)
+        num_calls = sum(_call_of(message) is not None for message in messages)
+        if num_calls + len(self._calls) > MAX_CALLS:
+            raise InvalidRequest(f"a session may have {MAX_CALLS} open calls of adapters and reloads")
         for message in messages:
             if message.request is not None:
                 self._submit(message.request)
@@ -196,7 +204,7 @@ class _Session:
                 self._remove(message.remove.request_id, message.remove.num_tokens)
             elif message.send_blocks is not None:
                 self.client.request_blocks()
-            elif (call := message.load_adapter or message.unload_adapter or message.reload) is not None:
+            elif (call := _call_of(message)) is not None:
                 task = asyncio.create_task(self._answer(call))
                 self._calls.add(task)
                 task.add_done_callback(self._calls.discard)
@@ -206,13 +214,23 @@ class _Session:
             raise InvalidRequest(
                 f"{field} must have one of request, remove, load_adapter, unload_adapter", field
             )
-        if message.request is None:
-            return
-        request_id = message.request.id
+        if message.remove is not None and (message.remove.num_tokens or 0) < 0:
+            problem = f"must be at least 0, got {message.remove.num_tokens:.40g}"
+            raise InvalidRequest(f"{field}.remove.num_tokens {problem}", f"{field}.remove.num_tokens")
+        if message.request is not None:
+            self._check_request(f"{field}.request", message.request, new_ids)
+
+    def _check_request(self, field: str, request: EngineRequest, new_ids: set[str]) -> None:
+        assert self.client.info is not None, "a served engine has info"
+        times = (request.arrival_s, request.queue_deadline_s, request.deadline_s)
+        if not all(time_s is None or math.isfinite(time_s) for time_s in times):
+            raise InvalidRequest(f"{field}: its times must be finite", field)
+        request.check_bounds(self.client.info.vocab_size)
+        request_id = request.id
         is_known = request_id in self._open or request_id in new_ids
         new_ids.add(request_id)
         if is_known or not request_id.startswith(f"{self.id}-"):
-            field = f"{field}.request.id"
+            field = f"{field}.id"
             problem = f"must begin with {self.id}- and be new, got {request_id!r:.80}"
             raise InvalidRequest(f"{field} {problem}", field)
 
@@ -254,6 +272,10 @@ class _Session:
             self.client.abort(request_id)
         for task in self._calls:
             task.cancel()
+
+
+def _call_of(message: SessionMessage) -> LoadAdapter | UnloadAdapter | ReloadEngine | None:
+    return message.load_adapter or message.unload_adapter or message.reload
 
 
 class _SessionResponse(StreamingResponse):
