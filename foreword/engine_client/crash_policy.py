@@ -26,8 +26,6 @@ class CrashSuspects:
     The crashes may be of different engines.
     """
 
-    __slots__ = ("_num_crashes", "_num_solo_crashes")
-
     def __init__(self) -> None:
         self._num_crashes: dict[str, int] = {}
         self._num_solo_crashes: dict[str, int] = {}  # suspects, in the order in which they run
@@ -72,8 +70,6 @@ class RestartPolicy:
     Crashes during requests never lead to that: such requests are refused in the end. Failed starts do, and
     crashes without requests. A probe request turns crashes of a broken engine into crashes without requests.
     """
-
-    __slots__ = ("_failed_starts", "_fruitless_crashes", "_idle_crashes")
 
     def __init__(self) -> None:
         self._fruitless_crashes = 0  # since the last new token

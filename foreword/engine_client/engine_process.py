@@ -320,8 +320,6 @@ class ProcessSession:
 class SentImages:
     """Images that an engine has: it gets each image once, and keeps it until its last request ends."""
 
-    __slots__ = ("_ref_counts",)
-
     def __init__(self) -> None:
         self._ref_counts: Counter[bytes] = Counter()
 

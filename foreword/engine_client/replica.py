@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepStats, TokenEvent, drop_prefix
@@ -106,6 +106,7 @@ def choose(candidates: Sequence[ReplicaLoad], last_id: str | None = None) -> str
     ).id
 
 
+@dataclass(slots=True, eq=False)
 class RoutedRequest:
     """An open request and the delivered part of its answer, from which any engine can go on.
 
@@ -113,32 +114,17 @@ class RoutedRequest:
                                     |<- output of a resumed request ->|<- checked ->|<- new ...
     """
 
-    __slots__ = (
-        "_first_timing",
-        "delivered_ids",
-        "digests",
-        "has_run",
-        "num_placements",
-        "num_prompt",
-        "on_event",
-        "replica",
-        "request",
-        "sent_id",
-        "waits_since_s",
-    )
-
-    def __init__(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
-        self.request = request
-        self.on_event = on_event
-        self.has_run = False  # an engine before ran it
-        self.delivered_ids: list[int] = []
-        self._first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s of the first event
-        self.replica: RouterReplica | None = None  # None: it waits for a replica
-        self.num_placements = 0
-        self.sent_id = ""  # its id in the replica
-        self.digests: list[bytes] = []  # blocks of the prompt that another request may share
-        self.num_prompt = 0  # tokens without KV that `replica` counts
-        self.waits_since_s: float | None = None
+    request: Request
+    on_event: Callable[[Event | None], None]
+    has_run: bool = False  # an engine before ran it
+    delivered_ids: list[int] = field(default_factory=list)
+    _first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s of the first event
+    replica: RouterReplica | None = None  # None: it waits for a replica
+    num_placements: int = 0
+    sent_id: str = ""  # its id in the replica
+    digests: list[bytes] = field(default_factory=list)  # blocks of the prompt that another request may share
+    num_prompt: int = 0  # tokens without KV that `replica` counts
+    waits_since_s: float | None = None
 
     @property
     def id(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.core.finish import Repetition
@@ -20,27 +21,17 @@ MAX_SHOWN_POSITIONS = 8  # positions of a draft in a log line
 REDACTED_PARAMS = frozenset({"bad_words", "dry_sequence_breakers", "prediction", "stop", "structured"})
 
 
+@dataclass(slots=True, eq=False)
 class LogInterval:
     """Traffic since the last throughput line."""
 
-    __slots__ = (
-        "busy_s",
-        "embedding_tokens",
-        "generation_tokens",
-        "prefix_hits",
-        "prefix_queries",
-        "prompt_tokens",
-        "spec_stats",
-    )
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0  # time with an open request: idle time does not lower rates
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.embedding_tokens = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self.spec_stats = SpecDecodeStats()
+    busy_s: float = 0.0  # time with an open request: idle time does not lower rates
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    embedding_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    spec_stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     @property
     def has_traffic(self) -> bool:
@@ -105,15 +96,13 @@ def format_embedding(task: str, reason: str, num_inputs: int, num_tokens: int, s
     return f"{task}: {reason}; {num_inputs} inputs, {num_tokens} tokens; times total {seconds * 1000:.1f} ms"
 
 
+@dataclass(slots=True, eq=False)
 class PromptChoices:
     """Choices of one prompt: submitted together, logged together when the last has ended."""
 
-    __slots__ = ("finished", "is_prompt_computed", "num_requested")
-
-    def __init__(self) -> None:
-        self.num_requested = 0
-        self.is_prompt_computed = False  # the prompt is counted once for all choices
-        self.finished: list[tuple[RequestProgress, str]] = []
+    num_requested: int = 0
+    is_prompt_computed: bool = False  # the prompt is counted once for all choices
+    finished: list[tuple[RequestProgress, str]] = field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:

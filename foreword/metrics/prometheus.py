@@ -60,15 +60,12 @@ class MetricsRegistry:
         )
         self._registry.register(self._collector)
 
-    def add_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
-        """Export memory, processor time and open files of this process (`process_*`) and the engines'."""
-        self.add_own_process()
-        self.add_engine_processes(get_engine_pids)
-
     def add_engine_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
+        """Export memory, processor time and open files of the engines that run, by replica."""
         self._registry.register(_EngineProcessCollector(get_engine_pids))
 
     def add_own_process(self) -> None:
+        """The same of this process, as `process_*`."""
         ProcessCollector(registry=self._registry)
 
     def add(self, name: str, amount: float, *labels: str) -> None:

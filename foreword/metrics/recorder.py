@@ -188,10 +188,6 @@ class MetricsRecorder(ServerCounters):
             for name in POSITION_METRICS:
                 init_series(name, map(str, range(num_positions)), drafter)
 
-    def add_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
-        """Export metrics of this process, and of the engines that run, by replica."""
-        self._registry.add_processes(get_engine_pids)
-
     def add_engine_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
         """Export metrics of the engines' processes; the server exports its own."""
         self._registry.add_engine_processes(get_engine_pids)
@@ -200,7 +196,7 @@ class MetricsRecorder(ServerCounters):
         """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
         now, span = self._clock(), current_span.get()
         self._count_busy(now)
-        self._live[request.id] = RequestProgress(request, now, span)
+        self._live[request.id] = RequestProgress(request, request.arrival_s or now, span)
         if span is not None:
             span.on_submit(request)
         self._choices.setdefault(_prompt_id(request.id), log.PromptChoices()).num_requested += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -12,25 +12,16 @@ from foreword.core.request import Request
 from foreword.metrics.tracing import RequestSpan
 
 
+@dataclass(slots=True, eq=False)
 class SpecDecodeStats:
     """Sums over steps that verified a draft, after stop conditions. Ratios are None without drafts."""
 
-    __slots__ = (
-        "accepted_per_position",
-        "drafted_per_position",
-        "num_accepted",
-        "num_drafted",
-        "num_emitted",
-        "num_verify_steps",
-    )
-
-    def __init__(self) -> None:
-        self.num_verify_steps = 0
-        self.num_drafted = 0  # tokens drafted and verified
-        self.num_accepted = 0  # drafted tokens delivered
-        self.num_emitted = 0  # tokens delivered, including the one after the draft
-        self.drafted_per_position: list[int] = []
-        self.accepted_per_position: list[int] = []
+    num_verify_steps: int = 0
+    num_drafted: int = 0  # tokens drafted and verified
+    num_accepted: int = 0  # drafted tokens delivered
+    num_emitted: int = 0  # tokens delivered, including the one after the draft
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
 
     def add(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verified draft."""
@@ -151,39 +142,23 @@ def _token_rates(choices: Sequence[ChoiceStats]) -> tuple[float | None, float | 
     return seconds * 1000 / tokens, tokens / span if span else None
 
 
+@dataclass(slots=True, eq=False)
 class RequestProgress:
     """Delivered tokens and times of a live request."""
 
-    __slots__ = (
-        "arrival_s",
-        "drafters",
-        "first_burst_tokens",
-        "first_token_at_s",
-        "is_prompt_computed",
-        "last_token_at_s",
-        "num_cached",
-        "num_tokens",
-        "repetition_len",
-        "request",
-        "scheduled_s",
-        "span",
-        "spec_stats",
-    )
-
-    def __init__(self, request: Request, now: float, span: RequestSpan | None = None) -> None:
-        self.request = request
-        self.span = span  # span of the HTTP request; None: it is not traced
-        self.arrival_s = request.arrival_s or now
-        self.is_prompt_computed = False  # a first event arrived
-        self.scheduled_s: float | None = None
-        self.first_token_at_s: float | None = None
-        self.last_token_at_s: float | None = None
-        self.first_burst_tokens = 0  # tokens of the first event
-        self.num_tokens = 0
-        self.num_cached = 0
-        self.repetition_len: int | None = None
-        self.spec_stats = SpecDecodeStats()
-        self.drafters: set[str] = set()
+    request: Request
+    arrival_s: float
+    span: RequestSpan | None = None  # span of the HTTP request; None: it is not traced
+    is_prompt_computed: bool = False  # a first event arrived
+    scheduled_s: float | None = None
+    first_token_at_s: float | None = None
+    last_token_at_s: float | None = None
+    first_burst_tokens: int = 0  # tokens of the first event
+    num_tokens: int = 0
+    num_cached: int = 0
+    repetition_len: int | None = None
+    spec_stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    drafters: set[str] = field(default_factory=set)
 
     def record_tokens(self, event: TokenEvent, now: float) -> float | None:
         """Count an event's tokens. Returns seconds since the last event with tokens, or None."""

@@ -42,8 +42,6 @@ DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new r
 class DrainState:
     """The open requests, and whether the server is shutting down."""
 
-    __slots__ = ("_empty", "_open", "draining", "stopping")
-
     def __init__(self) -> None:
         self.stopping = False  # a signal came: /ready says so, requests are still taken
         self.draining = False  # new requests are refused

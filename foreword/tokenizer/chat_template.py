@@ -142,19 +142,6 @@ class _ToolShape:
 class ChatTemplate:
     """The chat template of one model."""
 
-    __slots__ = (
-        "_call_format",
-        "_call_style",
-        "_describes_tools",
-        "_fits",
-        "_keeps",
-        "_no_tools",
-        "_placeholder",
-        "_takes_content_lists",
-        "_variables",
-        "source",
-    )
-
     def __init__(
         self, source: str | None, variables: Mapping[str, str], placeholder: str | None = None
     ) -> None:

@@ -135,21 +135,6 @@ class TokenSearch:
 class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe."""
 
-    __slots__ = (
-        "_backend",
-        "_byte_decoder",
-        "_bytes_by_id",
-        "_gaps",
-        "_token_search",
-        "chat_template",
-        "eos_token_ids",
-        "generation_config",
-        "response_template",
-        "special_ids",
-        "special_tokens",
-        "vocab_size",
-    )
-
     def __init__(
         self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None, can_decode: bool = True
     ) -> None:

@@ -576,7 +576,8 @@ def test_vllm_bench_finds_its_acceptance_figures(clock: Clock) -> None:
 def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
     recorder, engine = MetricsRecorder((), clock=clock, info=INFO), subprocess.Popen(["sleep", "60"])
     pids = {"": engine.pid}
-    recorder.add_processes(lambda: pids)
+    recorder._registry.add_own_process()
+    recorder.add_engine_processes(lambda: pids)
     try:
         found = labelled(recorder)
         for prefix in ("process_", "foreword_engine_process_"):
@@ -591,7 +592,7 @@ def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
 
 def test_processes_of_replicas_are_labelled(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    recorder.add_processes(lambda: {"0": os.getpid(), "1": os.getppid()})
+    recorder.add_engine_processes(lambda: {"0": os.getpid(), "1": os.getppid()})
     found = labelled(recorder)["foreword_engine_process_resident_memory_bytes"]
     assert [labels for labels, _ in found] == [{"replica": "0"}, {"replica": "1"}]
     assert all(value > 0 for _, value in found)

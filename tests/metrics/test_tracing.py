@@ -12,7 +12,7 @@ from foreword.metrics.tracing import open_tracer
 def test_packages_are_not_imported_without_an_endpoint() -> None:
     code = """
 import sys
-from foreword.server.http.responses import request_log
+from foreword.server.http import request_log
 request_log.open_tracer(None, "0")
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
 """

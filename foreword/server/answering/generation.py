@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fastapi import Request
@@ -357,14 +357,12 @@ class DeltaQueue:
         return index, item
 
 
+@dataclass(slots=True, eq=False)
 class _ChoiceQueue:
     """Queued deltas of one choice; each is merged at most once, so that merging stays cheap."""
 
-    __slots__ = ("items", "num_unmerged")
-
-    def __init__(self) -> None:
-        self.items: deque[OutputDelta | ForewordError] = deque()
-        self.num_unmerged = 0  # items at the end that were never merged
+    items: deque[OutputDelta | ForewordError] = field(default_factory=deque)
+    num_unmerged: int = 0  # items at the end that were never merged
 
     def put(self, item: OutputDelta | ForewordError) -> None:
         self.items.append(item)

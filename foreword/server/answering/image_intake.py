@@ -27,8 +27,6 @@ RETRY_AFTER_S = 5.0
 class ImageMemory:
     """Bounds the pixels of open requests, in bytes. Used from one thread."""
 
-    __slots__ = ("_clock", "_drain_rate", "_limit_bytes", "_on_refusal", "held_bytes")
-
     def __init__(
         self,
         limit_bytes: int,
@@ -120,8 +118,6 @@ class FairSemaphore:
 
     asyncio.Semaphore would let the images of one key delay those of all others.
     """
-
-    __slots__ = ("_waiting", "num_free")
 
     def __init__(self, num_permits: int) -> None:
         self.num_free = num_permits
