@@ -133,13 +133,25 @@ def test_every_failure_has_its_test() -> None:
     assert len(guarded) > 25
     assert open_
     for entry in guarded:
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", entry)
         assert "*Here*" in entry, entry
-        assert tests, f"no test: {entry}"
-        for file, name in tests:
-            assert (ROOT / file).is_file(), f"{file} does not exist"
-            assert name in definitions(ROOT / file), f"{file} has no {name}"
+        check_tests_exist(entry)
     assert all("*Today:*" in entry for entry in open_)
+
+
+def check_tests_exist(text: str) -> None:
+    """A text names at least one test, and all that it names exist."""
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+    assert tests, f"no test: {text}"
+    for file, name in tests:
+        assert (ROOT / file).is_file(), f"{file} does not exist"
+        assert name in definitions(ROOT / file), f"{file} has no {name}"
+
+
+def test_what_a_key_learns_of_another_has_its_test() -> None:
+    rows = table(DOCS / "security.md", "channel")
+    assert len(rows) >= 13
+    for _, _, tests in rows:
+        check_tests_exist(tests)
 
 
 def test_layer_table_equals_the_enforced_one() -> None:

@@ -259,6 +259,7 @@ SHARED_BEHAVIOUR = {
         "server",
         "slow_clients",
         "speculation",
+        "tenants",
         "tracing",
         "usage",
         "vision_server",

@@ -162,6 +162,7 @@ class EngineRouter:
     def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
         if not self.alive:
             raise EngineDead("the engine is not running")
+        assert request.id not in self._requests, f"two open requests are called {request.id}"
         routed = self._requests[request.id] = RoutedRequest(request, on_event)
         if not self._shares_prefix(request):
             self._place(routed)
