@@ -20,8 +20,7 @@ from foreword.errors import CheckpointError, InvalidRequest, Overloaded
 from foreword.multimodal.decode import ImageError, decode
 from foreword.multimodal.fetch import Fetcher
 from foreword.multimodal.image_loader import ImageLoader
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import ImageSource, MediaLimits
 from foreword.multimodal.llava_processor import LlavaNextProcessor
 from foreword.multimodal.preprocessor_config import VisionTowerInfo
 from foreword.multimodal.processor_registry import read_processor

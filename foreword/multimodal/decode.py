@@ -29,7 +29,7 @@ from PIL import (
 from PIL.Image import Transpose
 
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.limits import MAX_ASPECT_RATIO, MediaLimits
+from foreword.multimodal.image_source import MAX_ASPECT_RATIO, MediaLimits
 from foreword.workers.worker import serve
 
 FORMATS: Final = tuple(

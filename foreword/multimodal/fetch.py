@@ -24,13 +24,12 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 import httpx
 
 from foreword.errors import ForewordError, InvalidRequest, ShuttingDown
-from foreword.multimodal import limits
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import MB, ImageSource, MediaLimits
 
 REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 HEADERS: Final = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "foreword"}
 MAX_PORT: Final = 65535
+MAX_REDIRECTS: Final = 3
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 NO_KEEPALIVE: Final = httpx.Limits(max_keepalive_connections=0)  # hosts at one address share no connection
 LOCALHOST = "localhost"
@@ -44,7 +43,7 @@ async def download(client: httpx.AsyncClient, url: str, where: str, media_limits
     """
     try:
         async with asyncio.timeout(media_limits.timeout_s):
-            for _ in range(limits.MAX_REDIRECTS + 1):
+            for _ in range(MAX_REDIRECTS + 1):
                 target = _parse_url(url, where, media_limits)
                 result = await _get(client, target, where, media_limits)
                 if isinstance(result, bytes):
@@ -57,7 +56,7 @@ async def download(client: httpx.AsyncClient, url: str, where: str, media_limits
     except Exception as error:  # a foreign server can cause anything
         message = f"the image cannot be fetched: {type(error).__name__}"
     else:
-        message = f"more than {limits.MAX_REDIRECTS} redirects"
+        message = f"more than {MAX_REDIRECTS} redirects"
     raise InvalidRequest(f"{where}: {message}", where)
 
 
@@ -229,7 +228,7 @@ class _DownloadLoop:
 def check_bytes(num_bytes: int, max_bytes: int, where: str) -> None:
     """Raises InvalidRequest if a file is too large."""
     if num_bytes > max_bytes:
-        limit = f"{max_bytes / limits.MB:g} MB (--max-image-mb)"
+        limit = f"{max_bytes / MB:g} MB (--max-image-mb)"
         raise InvalidRequest(f"{where}: the image file is larger than {limit}", where)
 
 

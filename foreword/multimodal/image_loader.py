@@ -13,33 +13,37 @@ from typing import Final
 
 from foreword.core.images import PromptImage
 from foreword.errors import InvalidRequest
-from foreword.multimodal import limits
 from foreword.multimodal.decode import PIXELS, SIZE
 from foreword.multimodal.fetch import Fetcher
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import ImageSource, MediaLimits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
 WORKER: Final = "foreword.multimodal.decode"
 MAX_REPLY_BYTES: Final = 1 << 16
+NUM_WORKERS: Final = 2
+DECODE_CPU_S: Final = 10.0  # CPU time to decode and preprocess one image
+DECODE_WALL_S: Final = 30.0  # bounds stalls on an overloaded machine
+QUEUE_TIMEOUT_S: Final = 30.0  # wait for a worker
+BYTES_PER_PIXEL: Final = 24  # RGBA, and copies for rotation and compositing
+WORKER_BYTES: Final = 256 << 20  # besides the pixels
 
 
 class ImageLoader:
     """Loads images for one model, one per worker at a time. Thread-safe; each call blocks its thread."""
 
     def __init__(
-        self, processor: ImageProcessor, media_limits: MediaLimits, num_workers: int = limits.NUM_WORKERS
+        self, processor: ImageProcessor, media_limits: MediaLimits, num_workers: int = NUM_WORKERS
     ) -> None:
         self._processor = processor
         self._limits = media_limits
         self._fetcher = Fetcher(media_limits)
-        pixel_bytes = limits.BYTES_PER_PIXEL * media_limits.max_pixels
+        pixel_bytes = BYTES_PER_PIXEL * media_limits.max_pixels
         job_limits = JobLimits(
-            cpu_s=limits.DECODE_CPU_S,
-            wall_s=limits.DECODE_WALL_S,
-            num_bytes=limits.WORKER_BYTES + media_limits.max_bytes + pixel_bytes,
-            queue_timeout_s=limits.QUEUE_TIMEOUT_S,
+            cpu_s=DECODE_CPU_S,
+            wall_s=DECODE_WALL_S,
+            num_bytes=WORKER_BYTES + media_limits.max_bytes + pixel_bytes,
+            queue_timeout_s=QUEUE_TIMEOUT_S,
         )
         self._workers = WorkerPool(
             WORKER, "decode", lambda: (processor, media_limits), job_limits, num_workers

@@ -23,8 +23,7 @@ from foreword.errors import InvalidRequest, Unsupported
 from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from foreword.multimodal.image_loader import ImageLoader
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import ImageSource, MediaLimits
 from foreword.tokenizer.answer_token_cache import AnswerTokenCache
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.detokenizer import Detokenizer

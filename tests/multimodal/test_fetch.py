@@ -22,8 +22,7 @@ import pytest
 
 from foreword.errors import InvalidRequest, ShuttingDown
 from foreword.multimodal.fetch import Fetcher, download
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import ImageSource, MediaLimits
 from tests.support.image_files import encode_image, random_drawing
 from tests.support.waiting import WAIT_S
 

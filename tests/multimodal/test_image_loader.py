@@ -10,8 +10,7 @@ from PIL.Image import Resampling
 
 from foreword.errors import InvalidRequest, ShuttingDown
 from foreword.multimodal.image_loader import ImageLoader
-from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import ImageSource, MediaLimits
 from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from tests.support.image_files import encode_image, random_drawing
 

@@ -16,7 +16,7 @@ from PIL.Image import Resampling
 
 from foreword.errors import InvalidRequest
 from foreword.multimodal.image_loader import ImageLoader
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import MediaLimits
 from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from foreword.workers.pool import Worker
 from tests.multimodal.test_decode import SOUND

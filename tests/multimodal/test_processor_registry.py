@@ -29,7 +29,7 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import VISION_MODELS, load_model
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.limits import MAX_ASPECT_RATIO
+from foreword.multimodal.image_source import MAX_ASPECT_RATIO
 from foreword.multimodal.processor_registry import PROCESSORS, read_processor
 from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.image_files import random_drawing

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from foreword.core.images import PromptImage
 from foreword.errors import Overloaded, PayloadTooLarge
-from foreword.multimodal.image_loader import ImageLoader
+from foreword.multimodal.image_loader import NUM_WORKERS, QUEUE_TIMEOUT_S, ImageLoader
 from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import NUM_WORKERS, QUEUE_TIMEOUT_S
 from foreword.server.admission import DrainRateEstimator
 
 T = TypeVar("T")

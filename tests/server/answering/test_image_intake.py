@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from foreword.core.images import PromptImage
 from foreword.errors import InvalidRequest, Overloaded, PayloadTooLarge
+from foreword.multimodal.image_loader import NUM_WORKERS
 from foreword.multimodal.image_source import ImageSource
-from foreword.multimodal.limits import NUM_WORKERS
 from foreword.server.answering import image_intake as module
 from foreword.server.answering.image_intake import (
     MAX_CONCURRENT_IMAGES,

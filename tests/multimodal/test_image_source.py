@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.image_source import MediaLimits
 
 
 def test_options_are_parsed(tmp_path: Path) -> None:
