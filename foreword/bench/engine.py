@@ -139,13 +139,7 @@ class _RepetitionRun:
         preemptions = after.preemptions_total - before.preemptions_total
         drafting = drafting_since(before.drafting, after.drafting)
         return BenchRepetition(
-            results,
-            seconds,
-            dict(self._stages),
-            self._draft_stats,
-            preemptions,
-            drafting,
-            self._max_at_once,
+            results, seconds, dict(self._stages), self._draft_stats, preemptions, drafting, self._max_at_once
         )
 
     def _submit(self, number: int, history: tuple[str, ...]) -> None:
@@ -228,10 +222,7 @@ class LocalTarget:
     runs_per_mode = 1.0
 
     def __init__(
-        self,
-        configs: Mapping[str, Config],
-        isolated: bool = True,
-        on_progress: OnLoadProgress | None = None,
+        self, configs: Mapping[str, Config], isolated: bool = True, on_progress: OnLoadProgress | None = None
     ) -> None:
         self.engines = {name: LocalEngine(config, on_progress) for name, config in configs.items()}
         self._isolated = isolated

@@ -31,14 +31,7 @@ from foreword.bench.prompts import read_examples
 from foreword.bench.regime import require
 from foreword.bench.serve import load_of, load_text, make_case
 from foreword.bench.session import BenchSession
-from foreword.bench.tables import (
-    MODE_LEGEND,
-    equal_text,
-    print_table,
-    ratio_legend,
-    rounds_text,
-    speed_cells,
-)
+from foreword.bench.tables import MODE_LEGEND, equal_text, print_table, ratio_legend, rounds_text, speed_cells
 from foreword.cli.configuration import read_config
 
 

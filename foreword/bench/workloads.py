@@ -156,12 +156,7 @@ class PromptBudget:
     library: tuple[str, ...]  # functions of the standard library
 
     @classmethod
-    def from_context(
-        cls,
-        max_len: int,
-        answer_tokens: int,
-        model: TokenSource,
-    ) -> PromptBudget:
+    def from_context(cls, max_len: int, answer_tokens: int, model: TokenSource) -> PromptBudget:
         """Limits within `max_len` tokens of prompt and answer."""
         code, json_, prose = (
             len(sample) / max(model.count(sample), 1) for sample in (CODE_SAMPLE, JSON_SAMPLE, PROSE_SAMPLE)

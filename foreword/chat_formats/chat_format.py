@@ -107,9 +107,7 @@ class BoundFormat:
 
 
 def bind_format(
-    fmt: ChatFormat,
-    token_to_id: Callable[[str], int | None],
-    special_ids: frozenset[int] = frozenset(),
+    fmt: ChatFormat, token_to_id: Callable[[str], int | None], special_ids: frozenset[int] = frozenset()
 ) -> BoundFormat:
     """Look up the markers of a format, once per model.
 

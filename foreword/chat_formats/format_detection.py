@@ -294,10 +294,7 @@ def _call(index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]
 
 
 def assistant_turn(
-    template: TemplateProbe,
-    message: Mapping[str, Any],
-    end_texts: Iterable[str],
-    tools: Sequence[Tool] = (),
+    template: TemplateProbe, message: Mapping[str, Any], end_texts: Iterable[str], tools: Sequence[Tool] = ()
 ) -> tuple[str, str]:
     """The prompt of a turn, and what the template writes for it. Raises InvalidRequest."""
     prompt = template.render([QUESTION], tools=tools)

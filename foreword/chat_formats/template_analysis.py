@@ -56,12 +56,7 @@ def derive_tools(one: str, two: str, calls: Sequence[tuple[str, Mapping[str, Any
     call_begin = _common_end(between[len(call_end) :], before)
     separator = between[len(call_end) : len(between) - len(call_begin)]
     return _tool_format(
-        before[: len(before) - len(call_begin)],
-        call_begin,
-        core,
-        call_end,
-        after[len(call_end) :],
-        separator,
+        before[: len(before) - len(call_begin)], call_begin, core, call_end, after[len(call_end) :], separator
     )
 
 
@@ -173,9 +168,7 @@ def _tagged_call(turn: str, start: int, name: str, arguments: Mapping[str, Any])
     )
     header = after_name[: len(after_name) - len(key_begin)]
     return _Core(
-        places[0][0],
-        places[-1][1] + len(closer),
-        (Name(), *to_parts(header), Space(between), tagged),
+        places[0][0], places[-1][1] + len(closer), (Name(), *to_parts(header), Space(between), tagged)
     )
 
 

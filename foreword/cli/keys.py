@@ -29,13 +29,7 @@ from foreword.server.auth.key_file import (
     parse_time,
     read_key_file,
 )
-from foreword.server.auth.usage_db import (
-    Usage,
-    parse_day,
-    parse_dimensions,
-    read_usage,
-    write_csv,
-)
+from foreword.server.auth.usage_db import Usage, parse_day, parse_dimensions, read_usage, write_csv
 
 KEY_FILE_VARIABLE, USAGE_DB_VARIABLE = environment_name("api_key_file"), environment_name("usage_db")
 UNIT_SECONDS = {"h": 3600, "d": 86_400}
@@ -73,10 +67,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     """Flags whose values are fields of Key; those that are not given are not in the namespace."""
     unset: Any = argparse.SUPPRESS
     parser.add_argument(
-        "--models",
-        default=unset,
-        metavar="LIST",
-        help="allowed models, by commas; none: all (default)",
+        "--models", default=unset, metavar="LIST", help="allowed models, by commas; none: all (default)"
     )
     parser.add_argument(
         "--expires",

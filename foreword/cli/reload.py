@@ -32,10 +32,7 @@ def run(args: argparse.Namespace, transport: httpx.BaseTransport | None = None) 
     options = connection_options(args.url or local_url(config.host, config.port), config.api_key)
     url = options["base_url"]
     try:
-        with (
-            httpx.Client(**options, transport=transport) as client,
-            client.stream("POST", ROUTE) as response,
-        ):
+        with httpx.Client(**options, transport=transport) as client, client.stream("POST", ROUTE) as response:
             for line in response.iter_lines():
                 if error := _print_progress(line):
                     print(f"foreword reload: {error}", file=sys.stderr)

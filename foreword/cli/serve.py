@@ -189,11 +189,7 @@ def _print_line(config: Config, line: str) -> None:
 
 
 async def _serve_until_shutdown(
-    dead: asyncio.Event,
-    server: UvicornServer,
-    drain: DrainState,
-    signals: ShutdownSignals,
-    config: Config,
+    dead: asyncio.Event, server: UvicornServer, drain: DrainState, signals: ShutdownSignals, config: Config
 ) -> int:
     """Serve until a signal, or until the engine is `dead`; returns the exit code."""
     if await wait_first(signals.graceful.wait(), dead.wait(), server.wait_stopped()) == 1:

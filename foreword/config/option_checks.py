@@ -52,8 +52,7 @@ def check_options(config: Config) -> None:
     _check_keys(config)
     if config.root_path and not ROOT_PATH_PATTERN.fullmatch(config.root_path):
         raise ConfigError(
-            f"root_path must be like /llm, without a / at its end, got {config.root_path!r:.200}",
-            "root_path",
+            f"root_path must be like /llm, without a / at its end, got {config.root_path!r:.200}", "root_path"
         )
     for host in filter(None, map(str.strip, config.allowed_hosts.split(","))):
         if not HOST_PATTERN.fullmatch(host):
@@ -100,8 +99,7 @@ def _check_lora(config: Config) -> None:
     modules = parse_lora_modules(config.lora_modules)
     if config.max_loras is not None and config.max_loras < len(modules):
         raise ConfigError(
-            f"max_loras {config.max_loras} is below the {len(modules)} adapters of lora_modules",
-            "max_loras",
+            f"max_loras {config.max_loras} is below the {len(modules)} adapters of lora_modules", "max_loras"
         )
     if config.allow_runtime_lora_updating and not config.lora_dir:
         raise ConfigError(

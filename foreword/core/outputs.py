@@ -175,9 +175,7 @@ def truncate(event: TokenEvent, num_kept: int, finish_reason: str) -> TokenEvent
         logits_hashes=event.logits_hashes[:num_kept],
         draft=draft
         and replace(
-            draft,
-            num_accepted=min(draft.num_accepted, num_kept),
-            confidence=draft.confidence[:num_kept],
+            draft, num_accepted=min(draft.num_accepted, num_kept), confidence=draft.confidence[:num_kept]
         ),
         finish_reason=finish_reason,
         stop_id=None,

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from foreword.config.lora import AdapterInfo
-from foreword.core.outputs import (
-    BlockUpdate,
-    Draft,
-    ErrorEvent,
-    Event,
-    StepOutput,
-    StepReport,
-    StepStats,
-)
+from foreword.core.outputs import BlockUpdate, Draft, ErrorEvent, Event, StepOutput, StepReport, StepStats
 from foreword.core.request import NO_LORA, POOLING_TYPES, Request, RequestState, check_deadline
 from foreword.core.structured_output import RequestGrammar, Vocabulary
 from foreword.engine.batch_builder import BatchBuilder

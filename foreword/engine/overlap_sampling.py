@@ -48,11 +48,7 @@ class HostSampledLoop:
     """
 
     def __init__(
-        self,
-        loop: SplitDecodeLoop,
-        states: Sequence[RequestState],
-        sampler: Sampler,
-        grammars: Grammars,
+        self, loop: SplitDecodeLoop, states: Sequence[RequestState], sampler: Sampler, grammars: Grammars
     ) -> None:
         self._loop = loop
         self._states = states

@@ -121,8 +121,7 @@ class ToolGrammarWriter(GrammarWriter):
         if tool.is_strict:
             path, _, keyword = place.rpartition(": ")
             raise InvalidRequest(
-                f"{tool.field}: {keyword!r} cannot be enforced in this model's calls (at {path})",
-                tool.field,
+                f"{tool.field}: {keyword!r} cannot be enforced in this model's calls (at {path})", tool.field
             )
         self._dropped[f"{tool.field}{place}"] = None
 

@@ -16,11 +16,7 @@ class Linear:
     """y = x W^T + b, of type `dtype` (default: of x), plus the adapter of each row if there are any."""
 
     def __init__(
-        self,
-        ops: Ops,
-        weight: PackedLinear,
-        dtype: torch.dtype | None = None,
-        lora: LoraLinear | None = None,
+        self, ops: Ops, weight: PackedLinear, dtype: torch.dtype | None = None, lora: LoraLinear | None = None
     ) -> None:
         self._ops = ops
         self._weight = weight

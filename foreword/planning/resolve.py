@@ -15,13 +15,7 @@ from foreword.config.units import parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
 from foreword.planning.fit_hints import fitting_options, measured_hints
 from foreword.planning.hardware import HardwareInfo
-from foreword.planning.memory import (
-    GIB,
-    DeviceMemory,
-    ModelInfo,
-    cpu_reserve,
-    kv_bytes_per_token,
-)
+from foreword.planning.memory import GIB, DeviceMemory, ModelInfo, cpu_reserve, kv_bytes_per_token
 from foreword.planning.memory_sizes import (
     MemorySizes,
     batch_limits,

@@ -260,11 +260,7 @@ def _download_blob(hub: Any, listing: _Listing, name: str) -> None:
         if file.tell() > metadata.size:
             file.truncate(0)
         client.http_get(
-            metadata.location,
-            file,
-            resume_size=file.tell(),
-            headers=headers,
-            expected_size=metadata.size,
+            metadata.location, file, resume_size=file.tell(), headers=headers, expected_size=metadata.size
         )
         file.flush()
         unfinished.rename(blob)

@@ -10,15 +10,7 @@ from typing import Any
 from foreword.bench.agent.model import CONTEXT, END, ScriptedSampler
 from foreword.bench.agent.workload import TOOLS, AgentScript, Sources, make_script
 from foreword.bench.engine import LocalEngine, run_modes
-from foreword.bench.measurement import (
-    ADAPTIVE,
-    OFF,
-    PLAIN,
-    BenchCase,
-    BenchRepetition,
-    Mode,
-    PairedRun,
-)
+from foreword.bench.measurement import ADAPTIVE, OFF, PLAIN, BenchCase, BenchRepetition, Mode, PairedRun
 from foreword.bench.regime import require
 from foreword.bench.workloads import Conversation
 from foreword.chat_formats.events import CallEnd

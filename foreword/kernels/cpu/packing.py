@@ -131,9 +131,7 @@ def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> Cpu
     return CpuExperts(Experts(len(down), hidden, inner, *matrices), keep_alive)
 
 
-def _join_blocks(
-    matrices: Sequence[CpuLinear],
-) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:
+def _join_blocks(matrices: Sequence[CpuLinear]) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:
     """The blocks of all matrices, and where those of each begin."""
     blocks = [block.weight for matrix in matrices for block in matrix.blocks]
     starts = np.cumsum([0, *(len(matrix.blocks) for matrix in matrices)]).tolist()
