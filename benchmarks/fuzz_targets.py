@@ -32,8 +32,7 @@ from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import open_gguf
-from foreword.weights.safetensors_file import SafetensorsFile
-from foreword.weights.safetensors_weights import SafetensorsWeights
+from foreword.weights.safetensors_weights import SafetensorsFile, SafetensorsWeights
 from tests.support.checkpoints import replace_by_mxfp4, write_checkpoint
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.quantized_checkpoints import write_quantized
@@ -114,7 +113,7 @@ def _safetensors() -> FuzzTarget:
         seeds,
         run,
         (CheckpointError,),
-        ("weights/safetensors_file.py", "weights/mapped_file.py"),
+        ("weights/safetensors_weights.py", "weights/mapped_file.py"),
         change_safetensors,
     )
 
@@ -136,7 +135,7 @@ def _index() -> FuzzTarget:
         seeds,
         run,
         (CheckpointError,),
-        ("weights/safetensors_weights.py", "weights/safetensors_file.py"),
+        ("weights/safetensors_weights.py",),
         change_json,
     )
 

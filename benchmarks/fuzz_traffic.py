@@ -223,7 +223,7 @@ def _stream() -> FuzzTarget:
         for of in (ours, text)
     ]
     seeds += [seeds[0].replace("\n", "\r\n"), ": hello\nevent: x\nid: 1\ndata:{\ndata: }\n\n"]
-    modules = ("cli/sse_reader.py", "cli/client.py", "bench/remote.py")
+    modules = ("cli/client.py", "bench/remote.py")
     return FuzzTarget([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
 
 

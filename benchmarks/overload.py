@@ -39,9 +39,9 @@ from foreword.bench.remote import RemoteTarget
 from foreword.bench.server import ServerProcess
 from foreword.bench.statistics import percentile
 from foreword.bench.tables import print_table
+from foreword.cli.client import EventReader, choices_of, text_of
 from foreword.cli.configuration import read_config
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options
-from foreword.cli.sse_reader import EventReader, choices_of, text_of
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.errors import ForewordError

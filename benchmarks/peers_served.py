@@ -13,7 +13,7 @@ import httpx
 from peers_worker import peak_bytes, serve
 
 from foreword.bench.server import ServerProcess
-from foreword.cli.sse_reader import choices_of, iter_chunks_async, token_ids_of
+from foreword.cli.client import choices_of, iter_chunks_async, token_ids_of
 from foreword.config.options import Config
 
 

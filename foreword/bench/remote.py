@@ -15,8 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.bench.measurement import OFF, BenchCase, BenchRepetition, Mode, PairedRun, RequestResult
 from foreword.bench.statistics import rotate
 from foreword.bench.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
-from foreword.cli.client import connection_options, request_body
-from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
+from foreword.cli.client import (
+    choices_of,
+    connection_options,
+    iter_chunks_async,
+    request_body,
+    text_of,
+    token_ids_of,
+)
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 from foreword.metrics.definitions import PREFIX

@@ -7,8 +7,7 @@ from typing import Final
 from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
 from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
-from foreword.chat_formats.parts.names import CallId, Name, NameInId
-from foreword.chat_formats.parts.part import SPACE, Header, Part, Space
+from foreword.chat_formats.parts.part import SPACE, CallId, Header, Name, NameInId, Part, Space
 from foreword.chat_formats.parts.python import PythonArguments
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
@@ -28,10 +27,10 @@ XML_CALL: Final = (
 )
 
 
-def _json_array(begin: str, end: str | None, call: Part, space: str = "") -> ToolFormat:
+def _json_array(begin: str, end: str | None, call: Part) -> ToolFormat:
     """Calls as an array behind a marker."""
     closer = (SPACE, end) if end is not None else ()
-    return ToolFormat((call,), (begin, Space(space), "["), COMMA, ("]", *closer))
+    return ToolFormat((call,), (begin, SPACE, "["), COMMA, ("]", *closer))
 
 
 def _python_list(begin: str, end: str) -> ToolFormat:

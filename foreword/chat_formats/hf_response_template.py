@@ -13,8 +13,7 @@ from typing import Any, Final
 from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
 from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
-from foreword.chat_formats.parts.names import Name
-from foreword.chat_formats.parts.part import SPACE, Header, Part
+from foreword.chat_formats.parts.part import SPACE, Header, Name, Part
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
 NAME_GROUP: Final = re.compile(r"\(\?P<name>[^()]*\)")

@@ -25,7 +25,7 @@ from foreword.chat_formats.events import (
     ReasoningText,
     merge_events,
 )
-from foreword.chat_formats.json_text import JSON_STRING, Unescape
+from foreword.chat_formats.parts.json import JSON_STRING, Unescape
 from foreword.chat_formats.parts.part import Part
 from foreword.chat_formats.stream_reader import MARKER, SPACES, WHITESPACE, CallReader, Stops, Wait
 from foreword.chat_formats.tools import ToolUse

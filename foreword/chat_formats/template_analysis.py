@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from foreword.chat_formats.chat_format import ToolFormat
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
-from foreword.chat_formats.parts.names import Name
-from foreword.chat_formats.parts.part import SPACE, Part, Space
+from foreword.chat_formats.parts.part import SPACE, Name, Part, Space
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
 MARKER: Final = r"<[^<>\s]*>|\[/?[A-Z_]+\]"

@@ -292,8 +292,8 @@ class ChatSession:
         wrapper = WordWrapper(lambda: self._console.width)
         return "".join(part for part, _ in [*wrapper.feed(show_controls(text)), *wrapper.flush()])
 
-    def _print(self, text: str, end: str = "\n") -> None:
-        self._console.file.write(text + end)
+    def _print(self, text: str) -> None:
+        self._console.file.write(text + "\n")
         self._console.file.flush()
 
     def _ask(self, text: str) -> None:

@@ -70,11 +70,11 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     return apply_speculative_config(Config(**values))
 
 
-def read_log_format(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+def read_log_format(words: Sequence[str]) -> str:
     """`log_format` as far as these words and the config file can be read: their errors are written in it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-format", nargs="?", default=environ.get(environment_name("log_format")))
-    parser.add_argument("--config", nargs="?", default=environ.get(PREFIX + "CONFIG"))
+    parser.add_argument("--log-format", nargs="?", default=os.environ.get(environment_name("log_format")))
+    parser.add_argument("--config", nargs="?", default=os.environ.get(PREFIX + "CONFIG"))
     given, _ = parser.parse_known_args(words)
     if not given.log_format and given.config:
         root = None

@@ -152,12 +152,10 @@ def make_dummy_request(
     return ScheduledRequest(state, context, num_tokens, is_sampled=True, num_draft_tokens=len(state.draft))
 
 
-def time_passes(
-    drafter: ModelBasedDrafter, max_rows: int, clock: Callable[[], float] = time.perf_counter
-) -> Mapping[int, float]:
+def time_passes(drafter: ModelBasedDrafter, max_rows: int) -> Mapping[int, float]:
     """Seconds of a pass of a draft model by rows."""
     sizes = _sizes_up_to(max_rows, SAMPLED_ROWS)
-    return time_sizes(lambda rows: drafter.pass_seconds(rows, rows), sizes, clock)
+    return time_sizes(lambda rows: drafter.pass_seconds(rows, rows), sizes, time.perf_counter)
 
 
 def time_sizes(time_rows: TimeRows, sizes: Sequence[int], clock: Callable[[], float]) -> Mapping[int, float]:

@@ -29,9 +29,8 @@ from foreword.layers.lora import LoraLimits
 from foreword.models.interfaces import Model, Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.planning.hardware import HardwareInfo, hardware_info, probe_hardware
-from foreword.planning.memory import ModelInfo
+from foreword.planning.memory import ModelInfo, resolve_dtypes
 from foreword.planning.memory_plan import ModelDescription
-from foreword.planning.memory_sizes import resolve_dtypes
 from foreword.planning.resolve import ResolvedConfig, resolve
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.drafter import Drafter, DrafterContext

@@ -28,12 +28,14 @@ from foreword.fleet.cpu_affinity import assign_gpus
 from foreword.planning.memory import (
     CUDA_CONTEXT_BYTES,
     GIB,
+    batch_limits,
     cpu_reserve,
     cuda_graph_reserve,
     kv_bytes_per_token,
+    min_context,
+    resolve_dtypes,
 )
 from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_memory
-from foreword.planning.memory_sizes import batch_limits, min_context, resolve_dtypes
 from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import MAX_CPU_KV_BYTES, ResolvedConfig, resolve
 from foreword.utils.threads import run_in_own_thread

@@ -22,8 +22,7 @@ from foreword.chat_formats.call_grammar import (
     space,
 )
 from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
-from foreword.chat_formats.parts.names import Name
-from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.part import Name, Part
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.structured_output import ConstraintScope, Marker, StructuredOutput
 from foreword.errors import InvalidRequest

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
 
-from foreword.chat_formats.schema_types import resolve_reference
+from foreword.chat_formats.tools import resolve_reference
 from foreword.grammar import limits
 
 # Linear time, also for an unterminated string.

@@ -44,7 +44,6 @@ class GrammarVocab:
         "_ids",
         "_lock",
         "_pretokenize_pattern",
-        "_slices",
         "_special_ids",
         "_tokenizers",
         "end_id",
@@ -55,14 +54,14 @@ class GrammarVocab:
         "vocab_size",
     )
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, slices: Sequence[str] = SLICES) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         tokens = list(vocabulary.tokens[:vocab_size])
         tokens += [b""] * (vocab_size - len(tokens))
         self.vocab_size = vocab_size
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if i < vocab_size)
         # EOS ids have no bytes: their spelling inside a text consists of other tokens.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
-        self.spelled, self._slices = tuple(tokens), tuple(slices)
+        self.spelled = tuple(tokens)
         self.marker_ids = tuple(i for i in vocabulary.marker_ids if i < vocab_size)
         self._special_ids = {False: tuple(special), True: tuple(sorted({*special, *self.marker_ids}))}
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # special ids -> tokenizer
@@ -90,7 +89,7 @@ class GrammarVocab:
         ll_tokenizer = LLTokenizer(
             cast(TokenizerWrapper, token_bytes),
             eos_token=list(self.eos_ids) or None,
-            slices=list(self._slices),
+            slices=list(SLICES),
         )
         assert ll_tokenizer.eos_token == self.end_id, "masks have another bit for the end"
         return ll_tokenizer

@@ -21,7 +21,7 @@ from foreword.lora.config import CONFIG_FILE, read_adapter_config
 from foreword.weights.gguf.gguf_weights import FLOAT_DTYPES, PERMUTED_QK_ARCHITECTURES, gguf_name
 from foreword.weights.gguf.header import TensorInfo, is_gguf, open_gguf
 from foreword.weights.mapped_file import MappedFile
-from foreword.weights.safetensors_file import SafetensorsFile
+from foreword.weights.safetensors_weights import SafetensorsFile
 
 WEIGHTS_FILE, PICKLE_FILE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")

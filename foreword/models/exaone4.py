@@ -11,10 +11,10 @@ from foreword.models.decoder_config import (
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
+    read_rope,
     read_window,
 )
 from foreword.models.olmo2 import EPS, Olmo2Layer
-from foreword.models.rope_options import read_rope
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096  # default; null means no window, and RoPE in all layers

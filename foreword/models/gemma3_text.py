@@ -12,10 +12,10 @@ from foreword.models.decoder_config import (
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
+    read_local_and_global_rope,
     read_window,
 )
 from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
-from foreword.models.rope_options import read_local_and_global_rope
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW_PERIOD = 6  # every n-th layer is global

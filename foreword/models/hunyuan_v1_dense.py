@@ -11,9 +11,9 @@ from foreword.models.decoder_config import (
     read_decoder_config,
     read_head_dim,
     read_num_layers,
+    read_rope,
 )
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope_options import read_rope
 from foreword.weights.config_reader import ConfigReader
 
 EPS = 1e-5

@@ -9,10 +9,10 @@ from foreword.models.decoder_config import (
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
+    read_query_scaled_rope,
     read_window,
 )
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope_options import read_query_scaled_rope
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128

@@ -10,10 +10,10 @@ from foreword.models.decoder_config import (
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
+    read_local_and_global_rope,
     read_window,
 )
 from foreword.models.olmo2 import EPS, Olmo2Layer
-from foreword.models.rope_options import read_local_and_global_rope
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096

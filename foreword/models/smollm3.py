@@ -11,10 +11,10 @@ from foreword.models.decoder_config import (
     read_head_dim,
     read_layer_windows,
     read_num_layers,
+    read_rope,
     read_window,
 )
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope_options import read_rope
 from foreword.weights.config_reader import ConfigReader
 
 NO_ROPE_INTERVAL = 4  # every n-th layer has no RoPE

@@ -13,18 +13,16 @@ from foreword.errors import ConfigError
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     GIB,
+    SMALL_GPU_BATCHED_TOKENS,
     DeviceMemory,
     ModelInfo,
-    cpu_reserve,
-    kv_bytes_per_token,
-    min_free_bytes,
-)
-from foreword.planning.memory_sizes import (
-    SMALL_GPU_BATCHED_TOKENS,
     blocks_for,
+    cpu_reserve,
     estimate_gpu_memory,
+    kv_bytes_per_token,
     memory_sizes,
     min_context,
+    min_free_bytes,
     parse_num_blocks,
 )
 

@@ -11,13 +11,15 @@ from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     DTYPE_BYTES,
     ModelInfo,
+    batch_limits,
     cpu_reserve,
     format_bytes,
     kv_bytes_per_token,
     lora_bytes,
+    min_context,
+    resolve_dtypes,
     weight_bytes_by_format,
 )
-from foreword.planning.memory_sizes import batch_limits, min_context, resolve_dtypes
 from foreword.planning.resolve import ResolvedConfig
 
 VISION_ENCODER = "vision encoder"

@@ -15,12 +15,16 @@ from foreword.config.units import parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
 from foreword.planning.fit_hints import fitting_options, measured_hints
 from foreword.planning.hardware import HardwareInfo
-from foreword.planning.memory import GIB, DeviceMemory, ModelInfo, cpu_reserve, kv_bytes_per_token
-from foreword.planning.memory_sizes import (
+from foreword.planning.memory import (
+    GIB,
+    DeviceMemory,
     MemorySizes,
+    ModelInfo,
     batch_limits,
     blocks_for,
+    cpu_reserve,
     estimate_gpu_memory,
+    kv_bytes_per_token,
     memory_sizes,
     min_context,
     parse_num_blocks,

@@ -7,7 +7,7 @@ rotated order; every round has sessions of its own, and no mode finds KV or answ
 engine that was started without speculation, the other modes share a second one. The first round is not
 counted: it has two answers a session and the smallest context, and compares hashes of the raw logits.
 
-Without --model the answers are recorded too, and the weights random (model.py). That shows the machinery in
+Without --model the answers are recorded too, and the weights random (engine.py). That shows the machinery in
 the shape of an agent's traffic: prompts that grow by a result, cached prefixes, drafts that are right as
 often as the scripts repeat themselves. It does not show how predictable a model's own answers are. With
 --model the model answers by itself, within its context; --model demo is such a run of 1,024 tokens.
@@ -32,8 +32,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from foreword.bench.agent.engine import AgentEngine, AgentTarget
-from foreword.bench.agent.model import CONTEXT, write_checkpoint
+from foreword.bench.agent.engine import CONTEXT, AgentEngine, AgentTarget, write_checkpoint
 from foreword.bench.agent.workload import Sources
 from foreword.bench.command import parse_names, parse_numbers
 from foreword.bench.figures import matched_results, mode_figures, repetition_figures

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from foreword.chat_formats.call_grammar import ANY_TEXT, KEY, GrammarWriter, join, literal, text_items
-from foreword.chat_formats.json_text import escape
-from foreword.chat_formats.parts.json import pass_string, to_json
+from foreword.chat_formats.parts.json import escape, pass_string, to_json
 from foreword.chat_formats.parts.keywords import KeywordArguments
 from foreword.chat_formats.stream_reader import CallReader, Wait, stops_of
 from foreword.chat_formats.tools import WrittenCall

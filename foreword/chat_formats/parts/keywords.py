@@ -25,10 +25,10 @@ from foreword.chat_formats.call_grammar import (
     read_properties,
     rule_suffix,
 )
-from foreword.chat_formats.json_text import JSON_NUMBER, LITERALS, MAX_LITERAL_CHARS, Unescape, quoted
+from foreword.chat_formats.parts.json import JSON_NUMBER, LITERALS, MAX_LITERAL_CHARS, Unescape, quoted
 from foreword.chat_formats.parts.part import FormatPart
-from foreword.chat_formats.schema_types import ANY_TYPES, resolve_reference
 from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait
+from foreword.chat_formats.tools import ANY_TYPES, resolve_reference
 from foreword.errors import InvalidRequest
 
 NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"

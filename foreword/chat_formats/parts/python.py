@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from foreword.chat_formats.call_grammar import GrammarWriter, literal
-from foreword.chat_formats.json_text import ESCAPED, escape, to_char
+from foreword.chat_formats.parts.json import ESCAPED, escape, to_char
 from foreword.chat_formats.parts.keywords import SCALAR, KeywordArguments
 from foreword.chat_formats.stream_reader import CallReader, Wait
 from foreword.chat_formats.tools import WrittenCall

@@ -28,18 +28,17 @@ from foreword.chat_formats.call_grammar import (
     space,
     text_items,
 )
-from foreword.chat_formats.json_text import LITERALS, MAX_LITERAL_CHARS, escape, quoted
-from foreword.chat_formats.parts.json import to_json
+from foreword.chat_formats.parts.json import LITERALS, MAX_LITERAL_CHARS, escape, quoted, to_json
 from foreword.chat_formats.parts.part import FormatPart
-from foreword.chat_formats.schema_types import (
+from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait, stops_of
+from foreword.chat_formats.tools import (
     ANY_TYPES,
     MAX_SCHEMA_DEPTH,
     SchemaTypes,
+    WrittenCall,
     json_type,
     resolve_reference,
 )
-from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait, stops_of
-from foreword.chat_formats.tools import WrittenCall
 
 LITERAL_TEXTS: Final = {"boolean": "/true|false/", "null": "/null/"}
 STRING_KEYWORDS: Final = frozenset(("const", "enum", "pattern", "minLength", "maxLength"))

@@ -16,10 +16,10 @@ from foreword.models.decoder_config import (
     QKNorm,
     read_decoder_config,
     read_head_dim,
+    read_rope,
 )
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
-from foreword.models.rope_options import read_rope
 from foreword.models.vision.qwen_tower import QwenTowerConfig
 from foreword.models.vision.vision_layers import ACTIVATIONS
 from foreword.models.vision.vision_model import (

@@ -16,8 +16,7 @@ from foreword.planning.memory import TILE_ROWS, ModelInfo, PackedFormat, float8_
 from foreword.weights.file_to_device import DeviceLoader
 from foreword.weights.quantized.quantization_config import Quantization
 from foreword.weights.quantized.scheme import GroupedScheme, Scheme, SchemeError
-from foreword.weights.safetensors_file import DTYPES, QUANTIZED_DTYPES
-from foreword.weights.safetensors_weights import MXFP4_BLOCK, SafetensorsWeights
+from foreword.weights.safetensors_weights import DTYPES, MXFP4_BLOCK, QUANTIZED_DTYPES, SafetensorsWeights
 
 WEIGHT = ".weight"
 VALUES = ("qweight", "weight_packed", "weight")  # suffixes of the tensors of values

@@ -11,9 +11,9 @@ import pytest
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import MRopeSections
 from foreword.kernels.reference.backend import ReferenceOps
+from foreword.models.decoder_config import read_rope
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
-from foreword.models.rope_options import read_rope
 from foreword.weights.config_reader import ConfigReader
 from tests.support.vision_checkpoints import write_vision_checkpoint, write_vision_config
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from foreword.bench.agent.engine import AgentEngine, AgentSession
-from foreword.bench.agent.model import write_checkpoint
+from foreword.bench.agent.engine import AgentEngine, AgentSession, write_checkpoint
 from foreword.bench.agent.workload import AgentScript, AgentStep
 from foreword.bench.measurement import AUTO, OFF, BenchRepetition, Mode
 from foreword.chat_formats.events import CallStart

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.cli import sse_reader as stream
-from foreword.cli.sse_reader import EventReader, choices_of, text_of, token_ids_of
+from foreword.cli import client as stream
+from foreword.cli.client import EventReader, choices_of, text_of, token_ids_of
 from foreword.errors import ForewordError
 
 STREAM = (

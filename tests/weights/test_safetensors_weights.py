@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from foreword.errors import CheckpointError
 from foreword.weights.mapped_file import MappedFile
-from foreword.weights.safetensors_file import SafetensorsFile
+from foreword.weights.safetensors_weights import SafetensorsFile
 from tests.support.budget import examples
 
 TENSORS = {
