@@ -447,7 +447,7 @@ def _grammar_worker() -> FuzzTarget:
 
     def run(data: bytes, folder: Path) -> None:
         kind, _, text = data.decode(*UNICODE).partition("\n")
-        checker.check_sync(StructuredOutput(kind, text))
+        checker.check(StructuredOutput(kind, text))
 
     return FuzzTarget(
         _grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close

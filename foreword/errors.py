@@ -47,6 +47,12 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class OverBudget(InvalidRequest):
+    """Reading the request takes more CPU time or memory than its size allows."""
+
+    code = "over_budget"
+
+
 class Unsupported(InvalidRequest):
     """A parameter of OpenAI's API that this server does not support."""
 

@@ -335,11 +335,11 @@ class LLM:
         self.info.resolved.check_method(prompt.params.speculation.method)
         plan = ChatPlan(prompt.params)
         if prompt.task is not None:
-            plan = self._chat_processor.plan(prompt.task, prompt.token_ids)
+            plan = self._chat_processor.plan(prompt.task, prompt.token_ids, self._grammar_checker)
+        elif prompt.params.structured is not None:
+            self._grammar_checker.check(prompt.params.structured)
         for text in plan.dropped:
             logger.warning("not enforced: %s", text)
-        if plan.params.structured is not None:
-            self._grammar_checker.check_sync(plan.params.structured)
         images = self._image_loader.load(prompt.images) if self._image_loader and prompt.images else ()
         expanded = self._chat_processor.insert_images(prompt.token_ids, images)
         requests = make_requests(

@@ -371,7 +371,7 @@ class EncoderClient:
 
 async def _check_in_thread(num_inputs: int, check: Callable[[], list[EncoderInput]]) -> list[EncoderInput]:
     """Check many inputs in a thread, to keep the event loop responsive."""
-    return await asyncio.to_thread(check) if num_inputs > MAX_INLINE_CHECKS else check()
+    return await run_in_own_thread(check) if num_inputs > MAX_INLINE_CHECKS else check()
 
 
 def _fail(call: EncodeCall, error: Exception) -> None:

@@ -152,6 +152,7 @@ class ModelProcesses:
             chat_processor=self._chat_processor,
             recorder=recorder,
             admission=models.admission,
+            intake=models.intake,
             generations=models.generations,
             usage=models.usage,
             names=names,

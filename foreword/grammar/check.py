@@ -1,28 +1,29 @@
-"""Compiles each new grammar in a worker process first: if it crashes the compiler, only its request fails."""
+"""Constraints are written and compiled in a worker process first: one that crashes it fails alone."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import pickle
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
 
 from foreword.core.structured_output import StructuredOutput, Vocabulary
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, OverBudget
 from foreword.grammar import limits
+from foreword.grammar.tool_calls import ConstraintTask, ToolConstraint
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
+T = TypeVar("T")
 WORKER: Final = "foreword.grammar.check_worker"
-MAX_REPLY_BYTES: Final = 1 << 16
+MAX_REPLY_BYTES: Final = 64 << 20  # a pickled constraint of tools, with the names of what it drops
 
 
 class GrammarChecker:
-    """Decides whether a constraint can be served. Thread-safe, for any number of event loops."""
+    """Writes constraints, and decides whether they can be served. Thread-safe; calls wait for a worker."""
 
     def __init__(
         self, load_vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS
@@ -35,65 +36,77 @@ class GrammarChecker:
             stack_bytes=limits.WORKER_STACK_BYTES,
         )
         self._pool = WorkerPool(WORKER, "compile", load_vocabulary, job_limits, num_workers)
-        self._executor = ThreadPoolExecutor(num_workers, "grammar-check")
-        self._lock = threading.Lock()
-        self._verdict_cache: OrderedDict[bytes, str] = OrderedDict()
-        self._pending: dict[bytes, Future[str]] = {}
+        self._verdicts: _SharedResults[InvalidRequest | None] = _SharedResults(limits.MAX_CACHED_VERDICTS)
+        self._constraints: _SharedResults[ToolConstraint] = _SharedResults(limits.MAX_CACHED_CONSTRAINTS)
 
-    async def check(self, structured: StructuredOutput) -> None:
+    def constrain(self, task: ConstraintTask) -> ToolConstraint:
+        """The constraint of an answer, not checked yet.
+
+        Raises InvalidRequest for a schema that cannot be enforced, Overloaded if no worker is free in time.
+        """
+        return self._constraints.get(task, partial(self._run_job, task, task.field))
+
+    def check(self, structured: StructuredOutput) -> None:
         """Raises InvalidRequest, which names field and reason; Overloaded if no worker is free in time."""
-        _raise_if_rejected(structured, await asyncio.shield(asyncio.wrap_future(self._submit(structured))))
-
-    def check_sync(self, structured: StructuredOutput) -> None:
-        """`check` without an event loop."""
-        _raise_if_rejected(structured, self._submit(structured).result())
+        verdict = self._verdicts.get(_cache_key(structured), partial(self._check, structured))
+        if verdict is not None:
+            raise type(verdict)(f"{structured.field}: {verdict.message}", structured.field)
 
     def close(self) -> None:
-        """End the workers; waiting checks are cancelled."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End the workers; waiting calls raise ShuttingDown."""
         self._pool.close()
-        self._executor.shutdown()
 
-    def _submit(self, structured: StructuredOutput) -> Future[str]:
-        """The reason to reject a constraint, or "". Equal constraints share one compilation."""
-        key = _cache_key(structured)
-        with self._lock:
-            if key in self._verdict_cache:
-                self._verdict_cache.move_to_end(key)
-                cached: Future[str] = Future()
-                cached.set_result(self._verdict_cache[key])
-                return cached
-            if key not in self._pending:
-                deadline = time.monotonic() + self._pool.limits.queue_timeout_s
-                self._pending[key] = self._executor.submit(self._run, key, structured, deadline)
-            return self._pending[key]
-
-    def _run(self, key: bytes, structured: StructuredOutput, deadline: float) -> str:
+    def _check(self, structured: StructuredOutput) -> InvalidRequest | None:
+        """The error without the name of the field."""
         try:
-            if time.monotonic() > deadline:
-                raise self._pool.queue_timeout_error(structured.field)
-            verdict = self._check(structured)
-            with self._lock:
-                self._verdict_cache[key] = verdict
-                while len(self._verdict_cache) > limits.MAX_CACHED_VERDICTS:
-                    self._verdict_cache.popitem(last=False)
-            return verdict
-        finally:
-            with self._lock:
-                del self._pending[key]
+            reason = self._run_job(structured, structured.field)
+        except OverBudget as error:
+            return OverBudget(error.message.removeprefix(f"{structured.field}: "))
+        return InvalidRequest(reason) if reason else None
 
-    def _check(self, structured: StructuredOutput) -> str:
+    def _run_job(self, job: StructuredOutput | ConstraintTask, field: str) -> Any:
         try:
-            with self._pool.worker(structured.field) as worker:
-                worker.send(pickle.dumps(structured))
-                return worker.receive(MAX_REPLY_BYTES).decode()
+            with self._pool.worker(field) as worker:
+                worker.send(pickle.dumps(job))
+                reply = pickle.loads(worker.receive(MAX_REPLY_BYTES))
         except JobFailed as error:
-            return str(error)
+            raise OverBudget(f"{field}: {error}", field) from None
+        if isinstance(reply, InvalidRequest):
+            raise reply
+        return reply
 
 
-def _raise_if_rejected(structured: StructuredOutput, verdict: str) -> None:
-    if verdict:
-        raise InvalidRequest(f"{structured.field}: {verdict}", structured.field)
+class _SharedResults(Generic[T]):
+    """Results by key, the latest ones kept. Threads that ask for the same one wait for one computation."""
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+        self._pending: dict[Hashable, Future[T]] = {}
+
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Raises the error of `compute`, which is not kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            pending = self._pending.get(key)
+            if pending is None:
+                own = self._pending[key] = Future[T]()
+        if pending is not None:
+            return pending.result()
+        try:
+            own.set_result(compute())
+        except BaseException as error:
+            own.set_exception(error)
+        with self._lock:
+            del self._pending[key]
+            if own.exception() is None:
+                self._kept[key] = own.result()
+                while len(self._kept) > self._max_size:
+                    self._kept.popitem(last=False)
+        return own.result()
 
 
 def _cache_key(structured: StructuredOutput) -> bytes:

@@ -1,7 +1,8 @@
-"""The worker process of `grammar.check`: compiles a grammar and follows some of its output."""
+"""The worker process of `grammar.check`: writes constraints, compiles them, follows some of their output."""
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -9,23 +10,33 @@ from multiprocessing.connection import Connection
 
 from llguidance import LLMatcher
 
+from foreword.chat_formats import families  # noqa: F401 - the parts of all formats: no file is opened later
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.grammar.compiler import CompiledGrammar, error_reason
+from foreword.grammar.tool_calls import ConstraintTask
 from foreword.grammar.vocab import GrammarVocab
 from foreword.workers.worker import serve
 
 
 def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
-    """Returns the handler, which replies with the reason to reject a constraint, or ""."""
+    """Returns the handler of two jobs.
+
+    A task is answered by its constraint or an InvalidRequest, a constraint by the reason to reject it, or "".
+    """
     vocab = GrammarVocab(vocabulary, len(vocabulary.tokens))
     for for_tools in (False, True):
         vocab.tokenizer(for_tools)  # now: a job's CPU time is limited
 
     def handle(connection: Connection) -> None:
-        structured: StructuredOutput = connection.recv()
-        connection.send_bytes((check_grammar(structured, vocab) or "").encode())
+        job: StructuredOutput | ConstraintTask = connection.recv()
+        reply: object
+        try:
+            reply = job.constrain() if isinstance(job, ConstraintTask) else check_grammar(job, vocab) or ""
+        except InvalidRequest as error:
+            reply = error
+        connection.send_bytes(pickle.dumps(reply))
 
     return handle
 

@@ -24,13 +24,14 @@ COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run
 COMPILE_WALL_S: Final = 30.0  # bounds stalls on an overloaded machine
 WORKER_BYTES: Final = 2 << 30  # address space beyond the vocabulary
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine
-NUM_WORKERS: Final = 2
+NUM_WORKERS: Final = 3
 QUEUE_TIMEOUT_S: Final = 30.0  # wait for a worker
 NUM_DRY_RUN_MASKS: Final = 16  # masks of the dry run
 MASK_CPU_S: Final = 0.05  # CPU time of one mask of the dry run
 
 # Caches.
 MAX_CACHED_VERDICTS: Final = 4096
+MAX_CACHED_CONSTRAINTS: Final = 16  # one of 512 tools has about 1 MB
 MAX_REASON_CHARS: Final = 500  # length of a cached reason
 MAX_CACHED_GRAMMARS: Final = 128  # compiled grammars in the engine
 RECOMPILE_CPU_S: Final = 0.02  # below this compile time, a grammar gets more lexers

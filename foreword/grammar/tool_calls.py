@@ -7,11 +7,11 @@ record writes its own grammar (`chat_formats/parts/`).
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final
 
 from foreword.chat_formats.call_grammar import ANY_TEXT
 from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
@@ -25,7 +25,6 @@ from foreword.grammar.answer_grammar import AnswerGrammar, is_token, marker_text
 # Fields of formats of the content alone, of which an answer of calls has none.
 CONTENT_FIELDS: Final = ("response_format", "text.format", "output_config.format", "output_format")
 EMBEDDABLE_TYPES: Final = ("json_schema", "json_object", "regex", "choice")
-MAX_CACHED: Final = 16  # constraints; one of 512 tools has about 1 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,63 +35,60 @@ class ToolConstraint:
     dropped: tuple[str, ...] = ()  # "tools[3].function.parameters/properties/x: not"
 
 
-def tool_constraint(
-    bound: BoundFormat,
-    use: ToolUse,
-    reasoning: ReasoningOptions,
-    starts_in_reasoning: bool,
-    response_format: StructuredOutput | None,
-) -> ToolConstraint:
-    """The constraint of one answer: on its calls, its content and the length of its reasoning.
-
-    starts_in_reasoning  of the rendered prompt
-    response_format      of the content; with tools, the answer is a call or such a document
-
-    Raises InvalidRequest for a schema or grammar that cannot be enforced, unless the keyword may be dropped.
-    """
-    if not use.callable_tools or bound.format.tools is None:
-        return ToolConstraint(_constrain_content(bound, reasoning, starts_in_reasoning, response_format))
-    tools = [
-        (
-            tool.name,
-            tool.parameters,
-            tool.strict,
-            tool.is_custom,
-            tool.input_grammar and [tool.input_grammar.constraint_type, tool.input_grammar.text],
-            tool.schema_field,
-        )
-        for tool in use.tools
-    ]
-    for tool in use.callable_tools:
-        tool.argument_types(None)  # now: the parser asks on the event loop
-    key = (
-        bound.format,
-        *sorted(bound.token_ids.items()),
-        json.dumps(tools, default=dict),
-        use.choice,
-        use.allowed,
-        use.parallel,
-    )
-    try:
-        return _constrain_calls(_Task(key, reasoning, starts_in_reasoning, response_format, bound, use))
-    except RecursionError:
-        raise InvalidRequest("tools: a schema is nested too deeply", "tools") from None
-
-
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """Arguments of `tool_constraint`; equal ones have equal constraints."""
+class ConstraintTask:
+    """What decides the constraint of an answer: on its calls, its content and the length of its reasoning.
 
-    key: tuple[Any, ...]  # equal for equal bound and use
+    Equal tasks have equal constraints; picklable, since a worker writes them.
+    """
+
+    bound: BoundFormat = dataclasses.field(compare=False)
+    use: ToolUse = dataclasses.field(compare=False)
     reasoning: ReasoningOptions
-    starts_in_reasoning: bool
+    starts_in_reasoning: bool  # of the rendered prompt
+    # Of the content; with tools, the answer is a call or such a document.
     response_format: StructuredOutput | None
-    bound: BoundFormat = field(compare=False)
-    use: ToolUse = field(compare=False)
+    _key: Hashable = dataclasses.field(init=False, repr=False)  # of format and tools
+
+    def __post_init__(self) -> None:
+        tools = [
+            (
+                tool.name,
+                tool.parameters,
+                tool.strict,
+                tool.is_custom,
+                tool.input_grammar and [tool.input_grammar.constraint_type, tool.input_grammar.text],
+                tool.schema_field,
+            )
+            for tool in self.use.tools
+        ]
+        key = (
+            self.bound.format,
+            *sorted(self.bound.token_ids.items()),
+            json.dumps(tools, default=dict),
+            self.use.choice,
+            self.use.allowed,
+            self.use.parallel,
+        )
+        object.__setattr__(self, "_key", key)
+
+    @property
+    def field(self) -> str:
+        """The field that errors name."""
+        document = None if self.use.callable_tools else self.response_format
+        return "tools" if document is None else document.field
+
+    def constrain(self) -> ToolConstraint:
+        """Raises InvalidRequest for a schema or grammar that cannot be enforced, unless it may be dropped."""
+        if not self.use.callable_tools or self.bound.format.tools is None:
+            return ToolConstraint(_constrain_content(self))
+        try:
+            return _constrain_calls(self)
+        except RecursionError:
+            raise InvalidRequest("tools: a schema is nested too deeply", "tools") from None
 
 
-@lru_cache(maxsize=MAX_CACHED)
-def _constrain_calls(task: _Task) -> ToolConstraint:
+def _constrain_calls(task: ConstraintTask) -> ToolConstraint:
     """The constraint on an answer with tools."""
     bound, use, document = task.bound, task.use, task.response_format
     calls = bound.format.tools
@@ -154,16 +150,12 @@ def _reasoning_scope(
     )
 
 
-def _constrain_content(
-    bound: BoundFormat,
-    reasoning: ReasoningOptions,
-    starts_in_reasoning: bool,
-    document: StructuredOutput | None,
-) -> StructuredOutput | None:
+def _constrain_content(task: ConstraintTask) -> StructuredOutput | None:
     """The constraint on an answer without tools."""
-    if document is None and reasoning.budget_tokens is None:
+    bound, document = task.bound, task.response_format
+    if document is None and task.reasoning.budget_tokens is None:
         return None
-    scope = _reasoning_scope(bound, reasoning, starts_in_reasoning)
+    scope = _reasoning_scope(bound, task.reasoning, task.starts_in_reasoning)
     has_budget = scope.max_reasoning_tokens is not None
     if document is None:
         free = replace(scope, constrains=False, holds_reasoning=False)
@@ -185,12 +177,11 @@ def _constrain_content(
     if has_budget:
         kind = document.constraint_type
         raise InvalidRequest(f"{name}: {kind} cannot be combined with a limit of the reasoning", name)
-    return replace(document, after=marker_text(scope.reasoning_end)) if starts_in_reasoning else document
+    return replace(document, after=marker_text(scope.reasoning_end)) if task.starts_in_reasoning else document
 
 
-@lru_cache(maxsize=MAX_CACHED)
 def _embed_document(bound: BoundFormat, scope: ConstraintScope, document: StructuredOutput) -> str:
-    """The grammar of an answer that is a document; one of 1 MiB takes a second."""
+    """The grammar of an answer that is a document."""
     grammar = AnswerGrammar(bound, NO_TOOLS)
     return grammar.finish(grammar.after_reasoning(grammar.document(document), scope))
 

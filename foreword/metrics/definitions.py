@@ -18,6 +18,7 @@ REJECT_REASONS = (
     "queue",
     "queue_tokens",
     "queue_timeout",
+    "intake",
     "image_memory",
     "image_queue",
     "rate_requests",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
-
-from fastapi import Request
+from typing import Any, Protocol
 
 from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
@@ -19,7 +16,6 @@ from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
 from foreword.engine_client.base import EngineClient
 from foreword.errors import (
-    ContextLengthExceeded,
     EngineDead,
     Forbidden,
     ForewordError,
@@ -36,17 +32,14 @@ from foreword.server.apis.body import RequestBody
 from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.health import EngineProbe
+from foreword.server.intake import Intake
 from foreword.server.model_names import ModelNames, ServedName
 from foreword.tokenizer.chat_processor import ChatInputProcessor
 from foreword.tokenizer.input_processor import has_seed, make_requests, resolve_seed
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.utils.threads import run_in_own_thread
 
-T = TypeVar("T")
-
 MAX_TIMEOUT_S = 86_400.0  # largest `timeout` of a request, where the server sets no limit
-LARGE_BODY_BYTES = 16 * 1024  # body size above which its text is tokenized in a thread
-MAX_RENDER_THREADS = 4  # threads that wait for templates; asyncio has at least 5, so that other work gets one
 
 
 class Abortable(Protocol):
@@ -66,6 +59,7 @@ class LoadedModel:
     chat_processor: ChatInputProcessor
     recorder: MetricsRecorder
     admission: Admission  # shared by all models of the server
+    intake: Intake  # shared
     generations: dict[str, Abortable]  # shared; by the request id of each choice
     usage: UsageLog  # shared
     names: ModelNames
@@ -76,7 +70,6 @@ class LoadedModel:
     pooling_config: PoolingConfig = DECODER_POOLING  # for embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
     logged_keywords: set[str] = field(default_factory=set)  # keywords in schemas that are not enforced
-    render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
     variant: ModelVariant | None = None  # the variant that `served` names
 
     async def close(self) -> None:
@@ -153,24 +146,10 @@ class LoadedModel:
         """The generating model's name in answers."""
         return self.names.model_name
 
-    def check_num_parts(self, count: int, field: str) -> None:
-        """Raises ContextLengthExceeded for more parts than tokens, before anything is converted."""
-        if count > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"{field} holds {count} messages, parts, calls or ids, of which each is at least one token; "
-                f"the context is {self.max_model_len} tokens long",
-                field,
-            )
-
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed. Raises InvalidRequest for a drafter that does not run."""
         self.info().resolved.check_method(params.speculation.method)
         return replace(params, seed=resolve_seed(params.seed, self.config.seed))
-
-    async def check_structured(self, params: SamplingParams) -> None:
-        """Compile a constraint in its own process first. Raises InvalidRequest if it cannot be served."""
-        if params.structured is not None:
-            await self.grammar_checker.check(params.structured)
 
 
 @contextmanager
@@ -181,13 +160,6 @@ def count_forbidden(recorder: ServerCounters) -> Iterator[None]:
     except Forbidden:
         recorder.on_reject("forbidden")
         raise
-
-
-async def offload_if_large(request: Request, work: Callable[[], T]) -> T:
-    """Run `work` in a thread if the body is large, since it would block the event loop."""
-    if request.state.body_bytes > LARGE_BODY_BYTES:
-        return await asyncio.to_thread(work)
-    return work()
 
 
 def make_probe_request(client: EngineClient, tokenizer: Tokenizer, request_id: str) -> EngineRequest:

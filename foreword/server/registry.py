@@ -29,6 +29,7 @@ from foreword.server.auth.keys import KeyPermissions, Keyring
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http.middleware import EarlyStream
 from foreword.server.http.responses import cancel_on_disconnect
+from foreword.server.intake import Intake
 from foreword.server.loaded_model import Abortable, LoadedModel, count_forbidden
 from foreword.server.model_names import ModelNames
 from foreword.utils.logging import log_model
@@ -116,6 +117,7 @@ class ServedModels:
         self.config = config
         self.metrics = metrics
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens, metrics.on_reject)
+        self.intake = Intake(config.max_body_mb * MB, metrics.on_reject)
         self.usage = UsageLog(
             Path(config.usage_db) if config.usage_db else None, metrics.on_usage, metrics.on_usage_db_error
         )
@@ -137,6 +139,12 @@ class ServedModels:
     @property
     def loaded(self) -> Sequence[LoadedModel]:
         return [model.loaded for model in self.models if model.loaded is not None]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context of the models; None while one of them was never loaded."""
+        limits = [model.max_model_len or 0 for model in self.models]
+        return max(limits) if all(limits) else None
 
     async def acquire(
         self,

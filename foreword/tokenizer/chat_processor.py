@@ -20,7 +20,8 @@ from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.grammar.tool_calls import may_follow_space, tool_constraint
+from foreword.grammar.check import GrammarChecker
+from foreword.grammar.tool_calls import ConstraintTask, may_follow_space
 from foreword.multimodal.image_loader import ImageLoader
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.image_source import ImageSource, MediaLimits
@@ -61,9 +62,9 @@ class ChatTask:
         )
 
     @property
-    def has_schemas(self) -> bool:
-        """Whether schemas may make the constraint, of which 1 MiB takes a second."""
-        return bool(self.tools.callable_tools) or self.params.structured is not None
+    def is_constrained(self) -> bool:
+        """Whether a constraint is written or checked."""
+        return self.needs_constraint or self.params.structured is not None
 
     def check(self) -> None:
         """Raises InvalidRequest, Unsupported for fields that exclude each other."""
@@ -189,18 +190,28 @@ class ChatInputProcessor:
             )
         return ()
 
-    def plan(self, task: ChatTask, prompt_ids: Sequence[int]) -> ChatPlan:
-        """How the answer to a rendered task is constrained and parsed.
+    def plan(self, task: ChatTask, prompt_ids: Sequence[int], checker: GrammarChecker) -> ChatPlan:
+        """How the answer to a rendered task is constrained and parsed; waits for `checker`, if constrained.
 
-        Raises InvalidRequest for a schema or a grammar that cannot be enforced.
+        Raises InvalidRequest for a schema or a grammar that cannot be enforced, Overloaded.
         """
+        plan = self._plan(task, prompt_ids, checker)
+        if plan.params.structured is not None:
+            checker.check(plan.params.structured)
+        return plan
+
+    def _plan(self, task: ChatTask, prompt_ids: Sequence[int], checker: GrammarChecker) -> ChatPlan:
         if self.format is None:
             return ChatPlan(task.params)
         is_open = self.starts_in_reasoning(prompt_ids)
         given, params = task.params.structured, task.params
         dropped: tuple[str, ...] = ()
         if task.needs_constraint:
-            constraint = tool_constraint(self.format, task.tools, task.reasoning, is_open, given)
+            for tool in task.tools.callable_tools:
+                tool.argument_types(None)  # now: the parser asks on the event loop
+            constraint = checker.constrain(
+                ConstraintTask(self.format, task.tools, task.reasoning, is_open, given)
+            )
             params, dropped = replace(params, structured=constraint.structured), constraint.dropped
         if not task.separate_reasoning:
             return ChatPlan(params, dropped=dropped)

@@ -21,7 +21,7 @@ from typing import Any, Final
 from foreword.chat_formats.chat_format import ToolFormat, describe_tools, write_calls
 from foreword.chat_formats.parts.json import JsonCall
 from foreword.chat_formats.tools import ReasoningOptions, Tool
-from foreword.errors import CheckpointError, InvalidRequest
+from foreword.errors import CheckpointError, InvalidRequest, OverBudget
 from foreword.tokenizer.messages import (
     IMAGE_PART,
     check_no_placeholder,
@@ -37,11 +37,12 @@ from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
 WORKER: Final = "foreword.tokenizer.template_worker"
-NUM_WORKERS: Final = 2
+NUM_WORKERS: Final = 3
 LIMITS: Final = JobLimits(cpu_s=2.0, wall_s=20.0, num_bytes=1 << 30, queue_timeout_s=30.0)
 MAX_SOURCE_CHARACTERS: Final = 131_072
 MAX_INPUT_BYTES: Final = 64 << 20  # pickled messages and options
 MAX_REPLY_BYTES: Final = 256 << 20
+REFUSES: Final = "the model's chat template refuses these messages: "
 END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
 PROBE_TEXT: Final = "Foreword asks"
 PROBE_TOOL: Final = Tool("foreword_tool", "Foreword tells.")
@@ -303,7 +304,7 @@ class ChatTemplate:
                 worker.send(job)
                 reply = worker.receive(MAX_REPLY_BYTES)
         except JobFailed as error:
-            raise _refusal(str(error)) from None
+            raise OverBudget(REFUSES + str(error), "messages") from None
         kind, text = reply[: len(RENDERED)], reply[len(RENDERED) :].decode("utf-8", "surrogatepass")
         if kind == RENDERED:
             return text
@@ -476,7 +477,7 @@ def _pickle_plain(value: object) -> bytes:
 
 
 def _refusal(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages")
+    return InvalidRequest(REFUSES + reason, "messages")
 
 
 def _check_options(options: Mapping[str, Any], conflicting: bool) -> None:

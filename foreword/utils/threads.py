@@ -1,4 +1,4 @@
-"""Threads for the server's own work, which never waits behind that of requests."""
+"""Threads of their own: work in them waits for no executor, and the end of the process ends them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def run_in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As asyncio.to_thread(), whose executor requests may fill. The end of the process ends this thread."""
+    """As asyncio.to_thread(), whose executor others may fill and whose threads the process waits for."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     context = contextvars.copy_context()
@@ -27,5 +27,5 @@ async def run_in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwa
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name="housekeeping", daemon=True).start()
+    threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
     return await asyncio.wrap_future(future)

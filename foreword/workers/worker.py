@@ -53,10 +53,15 @@ def _serve_jobs(
         _confine(setup.num_bytes)
         connection.send_bytes(READY)
         while True:
-            signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)  # CPU time: stands still in recv()
+            limit_cpu(setup.cpu_s)  # stands still in recv()
             handle(connection)
     except (EOFError, OSError):
         return  # the pool is gone
+
+
+def limit_cpu(cpu_s: float) -> None:
+    """Limit the CPU time of this job from now on; a handler calls it once it knows the job."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def _confine(num_bytes: int) -> None:

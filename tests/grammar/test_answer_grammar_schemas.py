@@ -21,8 +21,7 @@ from foreword.chat_formats.tool_validation import Choice
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse, WrittenCall
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.grammar import tool_calls
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import ConstraintTask
 from tests.support.tool_walks import CALL, NO_REASONING, WEATHER, ToolCases
 
 IN_EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
@@ -44,13 +43,15 @@ def test_keyword_that_cannot_be_enforced_is_dropped_unless_strict(
 ) -> None:
     case = cases.get(name)
     tool = Tool("find", parameters={"type": "object", **schema})
-    made = tool_constraint(case.bound, ToolUse((WEATHER, tool), "required"), NO_REASONING, False, None)
+    made = ConstraintTask(
+        case.bound, ToolUse((WEATHER, tool), "required"), NO_REASONING, False, None
+    ).constrain()
     assert made.dropped == (f"tools[1].function.parameters{place}: {keyword}",)
     assert made.structured is not None
     assert case.accepts(made.structured, case.written(WrittenCall("find", {"ids": [1, 1]}, "000000001")))
     strict = ToolUse((WEATHER, replace(tool, strict=True)), "required")
     with pytest.raises(InvalidRequest, match=rf"tools\[1\]\.function\.parameters: .*'{keyword}'") as caught:
-        tool_constraint(case.bound, strict, NO_REASONING, False, None)
+        ConstraintTask(case.bound, strict, NO_REASONING, False, None).constrain()
     assert caught.value.param == "tools[1].function.parameters"
 
 
@@ -149,7 +150,7 @@ MESSY = {
 def test_messy_schema_is_served(cases: ToolCases, name: str) -> None:
     case = cases.get(name)
     use = ToolUse((Tool("find", parameters=MESSY),), "required")
-    made = tool_constraint(case.bound, use, NO_REASONING, False, None)
+    made = ConstraintTask(case.bound, use, NO_REASONING, False, None).constrain()
     assert any(place.endswith("/properties/mail: pattern") for place in made.dropped) or name != "hermes"
     assert made.structured is not None
     text = case.written(WrittenCall("find", {"mail": "me", "long": "x", "kind": "a"}, "000000001"))
@@ -310,10 +311,9 @@ def _foreign(size: int) -> dict[str, Any]:
 
 
 def _constrain(name: str, parameters: dict[str, Any]) -> None:
-    tool_calls._constrain_calls.cache_clear()
     bound = bind_format(FORMATS[name], lambda text: None)
     use = ToolUse((Tool("f", parameters=parameters),), "required")
-    tool_constraint(bound, use, ReasoningOptions(), False, None)
+    ConstraintTask(bound, use, ReasoningOptions(), False, None).constrain()
 
 
 @pytest.mark.parametrize("name", [*TAGGED, *PYTHON, "hermes", "llama-json"])
@@ -334,13 +334,13 @@ def test_foreign_references_do_not_walk_the_whole_schema(name: str) -> None:
 def test_visits_of_shared_alternatives_are_bounded() -> None:
     """Beyond the bound an argument takes any text, and the keyword is counted as dropped."""
     bound = bind_format(FORMATS["qwen3-coder"], lambda text: None)
-    made = tool_constraint(
+    made = ConstraintTask(
         bound, ToolUse((Tool("f", parameters=_shared(100)),)), ReasoningOptions(), False, None
-    )
+    ).constrain()
     assert made.dropped and all(place.endswith(("$ref", "anyOf")) for place in made.dropped)
     strict = ToolUse((Tool("f", parameters=_shared(100), strict=True),))
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
-        tool_constraint(bound, strict, ReasoningOptions(), False, None)
+        ConstraintTask(bound, strict, ReasoningOptions(), False, None).constrain()
     counts = [_count_calls(partial(_constrain, "qwen3-coder", _shared(size))) for size in (100, 200)]
     assert counts[1] < 2.5 * counts[0]
 

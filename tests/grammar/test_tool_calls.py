@@ -20,7 +20,7 @@ from foreword.core.batch import SampleRow
 from foreword.core.request import RequestState
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.grammar.tool_calls import may_follow_space, tool_constraint
+from foreword.grammar.tool_calls import ConstraintTask, may_follow_space
 from tests.support.budget import examples
 from tests.support.grammar_walks import legal_ids
 from tests.support.tool_walks import CALL, OTHER_CALL, TOOLS, ToolCases, mask_ids
@@ -344,8 +344,8 @@ def test_answer_is_a_call_or_the_response_format(cases: ToolCases) -> None:
 
 def test_nothing_to_enforce(cases: ToolCases) -> None:
     bound = cases.get("hermes").bound
-    assert tool_constraint(bound, NO_TOOLS, ReasoningOptions(), False, None).structured is None
-    none = tool_constraint(bound, ToolUse(TOOLS, "none"), ReasoningOptions(), True, None)
+    assert ConstraintTask(bound, NO_TOOLS, ReasoningOptions(), False, None).constrain().structured is None
+    none = ConstraintTask(bound, ToolUse(TOOLS, "none"), ReasoningOptions(), True, None).constrain()
     assert none.structured is None
 
 

@@ -5,7 +5,6 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import Request
 
 from foreword.config.options import Config
-from foreword.server.loaded_model import offload_if_large
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until
@@ -278,9 +275,3 @@ def test_many_concurrent_requests(served: RunningServer) -> None:
             return await asyncio.gather(*(one(client, i) for i in range(100)))
 
     assert asyncio.run(send_all()) == [f"text {i}" for i in range(100)]
-
-
-@pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
-async def test_large_prompt_is_tokenized_in_a_thread(size: int, elsewhere: bool) -> None:
-    request = Request({"type": "http", "state": {"body_bytes": size}})
-    assert (await offload_if_large(request, threading.get_ident) != threading.get_ident()) == elsewhere

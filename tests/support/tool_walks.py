@@ -17,7 +17,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.grammar.manager import GrammarManager
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import ConstraintTask
 from tests.support.grammar_walks import legal_ids
 from tests.support.parsed_answers import ParsedAnswer, collect
 from tests.support.waiting import WAIT_S
@@ -115,7 +115,7 @@ class ToolCase:
         in_reasoning: bool = False,
         response_format: StructuredOutput | None = None,
     ) -> StructuredOutput:
-        made = tool_constraint(self.bound, use, reasoning, in_reasoning, response_format)
+        made = ConstraintTask(self.bound, use, reasoning, in_reasoning, response_format).constrain()
         assert made.structured is not None
         return made.structured
 

@@ -62,7 +62,7 @@ from foreword.cli.configuration import read_config
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ConfigError
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import ConstraintTask
 from foreword.tokenizer.input_processor import make_requests
 
 MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
@@ -334,7 +334,7 @@ def measure_grammar(engine: AgentEngine, bound: BoundFormat, sources: Sources) -
 def _compile(engine: AgentEngine, bound: BoundFormat, tools: tuple[Tool, ...]) -> float:
     """Seconds."""
     started = time.perf_counter()
-    constraint = tool_constraint(bound, ToolUse(tools), ReasoningOptions(), False, None)
+    constraint = ConstraintTask(bound, ToolUse(tools), ReasoningOptions(), False, None).constrain()
     (request,) = make_requests(
         (0,), SamplingParams(structured=constraint.structured), engine.tokenizer, "grammar", engine.max_len
     )

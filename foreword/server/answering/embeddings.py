@@ -26,6 +26,7 @@ from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.input_processor import check_input, make_embedding_requests
+from foreword.utils.threads import run_in_own_thread
 
 T = TypeVar("T")
 PREFETCH_STEPS = 2  # engine steps' worth of tokens submitted at once
@@ -293,7 +294,7 @@ class CosineScorer:
             units: list[array[float]] = [normalize_embedding(vector) for vector in vectors]
             return [cosine(units[first], units[second]) for first, second in self._pair_indices]
 
-        return await asyncio.to_thread(cosines)
+        return await run_in_own_thread(cosines)
 
 
 async def with_metrics(

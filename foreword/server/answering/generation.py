@@ -31,7 +31,7 @@ from foreword.server.auth.keys import RequestContext
 from foreword.server.http.errors import rename_field
 from foreword.server.http.middleware import release_body
 from foreword.server.http.responses import cancel_on_disconnect
-from foreword.server.loaded_model import LoadedModel, offload_if_large
+from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.chat_processor import ChatPlan, ChatTask, Prompt
 from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
@@ -55,9 +55,8 @@ async def start_chat(
         server.admission.reserve(task.params.n, context.meter),
     ):
         prompt = await build_prompt(server, request, context, task, resources)
-        plan = await _plan(server, task, prompt)
-        await server.check_structured(plan.params)
-        requests = await offload_if_large(
+        plan = await _plan(server, request, task, prompt)
+        requests = await server.intake.render_if_large(
             request,
             lambda: build_requests(server, prompt.token_ids, plan.params, request_id, context, prompt.images),
         )
@@ -81,8 +80,8 @@ async def build_prompt(
     Raises InvalidRequest, Unsupported, PayloadTooLarge, Overloaded, ClientDisconnect.
     """
     processor = server.chat_processor
-    async with server.render_semaphore:  # a thread, because it waits for the worker process of templates
-        ids, sources = await asyncio.to_thread(processor.render, task, context.cache_salt, context.is_seeded)
+    render = partial(processor.render, task, context.cache_salt, context.is_seeded)
+    ids, sources = await server.intake.render(request, render)
     if not sources:
         return processor.insert_images(ids)
     assert server.image_intake is not None, "images for a model that takes none"
@@ -97,9 +96,10 @@ async def build_prompt(
     return processor.insert_images(ids, images)
 
 
-async def _plan(server: LoadedModel, task: ChatTask, prompt: Prompt) -> ChatPlan:
-    plan = partial(server.chat_processor.plan, task, prompt.token_ids)
-    made = await asyncio.to_thread(plan) if task.has_schemas else plan()
+async def _plan(server: LoadedModel, request: Request, task: ChatTask, prompt: Prompt) -> ChatPlan:
+    """The task's plan, whose constraint the engine can serve."""
+    plan = partial(server.chat_processor.plan, task, prompt.token_ids, server.grammar_checker)
+    made = await server.intake.compile(request, plan) if task.is_constrained else plan()
     _record_dropped(server, made.dropped)
     return made
 

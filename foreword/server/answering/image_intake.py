@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from foreword.core.images import PromptImage
@@ -16,6 +14,7 @@ from foreword.errors import Overloaded, PayloadTooLarge
 from foreword.multimodal.image_loader import NUM_WORKERS, QUEUE_TIMEOUT_S, ImageLoader
 from foreword.multimodal.image_source import ImageSource
 from foreword.server.admission import DrainRateEstimator
+from foreword.server.fair_threads import FairSemaphore
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -112,69 +111,6 @@ def _format_mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-class FairSemaphore:
-    """A semaphore that serves keys round-robin, and in order within a key. Used from one event loop.
-
-    asyncio.Semaphore would let the images of one key delay those of all others.
-    """
-
-    def __init__(self, num_permits: int) -> None:
-        self.num_free = num_permits
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by key; the first key is served next
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
-
-    @asynccontextmanager
-    async def acquire(self, fairness_key: str, timeout_s: float) -> AsyncIterator[None]:
-        """Hold one permit. Raises TimeoutError if none is free in time."""
-        async with asyncio.timeout(timeout_s):
-            await self._acquire(fairness_key)
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _acquire(self, fairness_key: str) -> None:
-        if self.num_free and not self._waiting:
-            self.num_free -= 1
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(fairness_key, deque()).append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._cancel_wait(fairness_key, waiter)
-            else:  # the permit came just before the cancel
-                self._release()
-            raise
-
-    def _cancel_wait(self, fairness_key: str, waiter: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(fairness_key)
-        if queue is not None and waiter in queue:
-            queue.remove(waiter)
-            if not queue:
-                del self._waiting[fairness_key]
-
-    def _release(self) -> None:
-        while self._waiting:
-            if not (waiter := self._next_waiter()).done():  # a done waiter was cancelled
-                waiter.set_result(None)
-                return
-        self.num_free += 1
-
-    def _next_waiter(self) -> asyncio.Future[None]:
-        """The first waiter of the next key, which then goes to the end of the line."""
-        fairness_key = next(iter(self._waiting))
-        queue = self._waiting.pop(fairness_key)
-        waiter = queue.popleft()
-        if queue:
-            self._waiting[fairness_key] = queue
-        return waiter
-
-
 class ImageIntake:
     """Fetches, decodes and preprocesses the images of all requests. Used from the event loop."""
 
@@ -210,7 +146,7 @@ class ImageIntake:
         try:
             for source in sources:
                 started_s = time.monotonic()
-                async with self._permits.acquire(fairness_key, left_s):
+                async with self._permits.hold(fairness_key, left_s):
                     left_s -= time.monotonic() - started_s
                     images.append(await self._load_one(source, reservation))
         except TimeoutError:

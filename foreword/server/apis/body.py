@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import InvalidRequest
+from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.server.apis.ignored_fields import IgnoredField
 from foreword.server.http.responses import REQUEST_ID_PATTERN
 
@@ -124,6 +124,15 @@ class StrictModel(BaseModel):
                     if isinstance(item, StrictModel):
                         yield from item.walk(f"{prefix}[{index}].")
 
+    def num_parts(self) -> tuple[int, str]:
+        """Messages, parts, calls and ids, each of which is at least a token of a prompt; and their field."""
+        return 0, ""
+
+    def check_num_parts(self, limit: int | None) -> None:
+        """Raises ContextLengthExceeded for more parts than the context has tokens. None: not known yet."""
+        count, field = self.num_parts()
+        check_num_parts(count, field, limit)
+
     def num_unknown(self) -> int:
         """Unknown fields of this object itself."""
         return len(self.model_extra or ())
@@ -139,8 +148,18 @@ class RequestBody(StrictModel):
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
 
 
-def num_parts(turns: Iterable[StrictModel]) -> int:
-    """Messages or items, their parts and calls: each is at least one token of a prompt."""
+def check_num_parts(count: int, field: str, limit: int | None) -> None:
+    """Raises ContextLengthExceeded for more parts than tokens, before anything is converted."""
+    if limit is not None and count > limit:
+        raise ContextLengthExceeded(
+            f"{field} holds {count} messages, parts, calls or ids, of which each is at least one token; "
+            f"the context is {limit} tokens long",
+            field,
+        )
+
+
+def count_parts(turns: Iterable[StrictModel]) -> int:
+    """Messages or items, their parts and calls."""
     names = ("content", "tool_calls", "output")
     lists = ([getattr(turn, name, None) for name in names] for turn in turns)
     return sum(max(1, sum(map(_num_inner, found))) for found in lists)

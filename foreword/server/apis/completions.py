@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -24,12 +25,13 @@ from foreword.server.apis.choices_writer import (
 from foreword.server.apis.ignored_fields import COMPLETION, IgnoredField
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.loaded_model import LoadedModel, offload_if_large
+from foreword.server.intake import IntakeRoute
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
 
 DEFAULT_MAX_TOKENS = 16
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 
 
 class CompletionBody(SamplingBody):
@@ -117,7 +119,8 @@ async def completions(
     header = response_header(server, "cmpl", params)
     context = server.request_context(permissions, body, body.timeout)
     server.admission.check(params.n * len(prompts), context.meter)
-    await server.check_structured(params)
+    if params.structured is not None:
+        await server.intake.compile(request, partial(server.grammar_checker.check, params.structured))
     add_special_tokens = body.add_special_tokens is not False
 
     def tokenize(prompt: TextOrIds) -> list[int]:
@@ -138,7 +141,7 @@ async def completions(
             return prompt
         return server.tokenizer.decode(engine_request.prompt_ids)
 
-    requests = await offload_if_large(request, build_all_requests)
+    requests = await server.intake.render_if_large(request, build_all_requests)
     generation = Generation(server, requests, context, body.prompt_only)
     firsts = requests[:: params.n]
     echo = list(map(echo_text, prompts, firsts)) if body.echo else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from array import array
@@ -20,11 +19,12 @@ from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_tok
 from foreword.server.apis.ignored_fields import EMBEDDING, POOLING, IgnoredField
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import CLIENT_CLOSED, JSONResponse
-from foreword.server.loaded_model import offload_if_large
+from foreword.server.intake import IntakeRoute
 from foreword.server.registry import ModelsDep
+from foreword.utils.threads import run_in_own_thread
 
 MAX_INPUTS = 2048  # inputs of one request, OpenAI's limit
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 THREAD_MIN_BYTES = (1 << 15) * FLOAT_BYTES  # vectors above which JSON is written in a thread
 
 
@@ -88,7 +88,7 @@ async def embeddings(
         body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name
     )
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
-    ids = await offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
+    ids = await server.intake.render_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
 
     async def embed() -> list[bytes]:
@@ -126,7 +126,7 @@ async def embeddings(
         )
 
     if sum(map(len, vectors)) > THREAD_MIN_BYTES:
-        return await asyncio.to_thread(build_response)
+        return await run_in_own_thread(build_response)
     return build_response()
 
 

@@ -17,13 +17,14 @@ from foreword.server.apis.embeddings import MAX_INPUTS, PoolingBody
 from foreword.server.apis.ignored_fields import RANKING, IgnoredField
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.responses import CLIENT_CLOSED, JSONResponse
-from foreword.server.loaded_model import LoadedModel, offload_if_large
+from foreword.server.intake import IntakeRoute
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 
 TextPair = tuple[str, str]
 TextsField = str | list[str] | None
 PAIR_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 
 
 class DocumentBody(StrictModel):
@@ -180,7 +181,9 @@ async def _score_pairs(
     """
     context = server.request_context(permissions, body)
     server.admission.check(len(pairs), context.meter)
-    await offload_if_large(request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens))
+    await server.intake.render_if_large(
+        request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens)
+    )
     return await with_metrics(
         server,
         request,

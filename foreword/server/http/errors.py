@@ -194,7 +194,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_invalid_request(error.errors()), request.scope)
+    return error_response(validation_error(error.errors()), request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception, paths: Collection[str]) -> Response:
@@ -225,8 +225,11 @@ def _suggest_route(path: str, known: Collection[str]) -> str:
     return f"; did you mean {similar[0]}?" if similar and similar[0] != path else ""
 
 
-def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first invalid field, with every reason pydantic gives for it."""
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """An error for the first invalid field, with every reason that pydantic gives for it.
+
+    errors  pydantic's, whose locations begin with "body"
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(

@@ -18,7 +18,6 @@ from foreword.server.model_names import ServedName
 from foreword.server.registry import ManagedModel, ModelsDep, ServedModels
 
 router = APIRouter()
-router = APIRouter()
 
 
 @router.get("/v1/models")

@@ -11,17 +11,18 @@ from fastapi import APIRouter, Request, Response
 from foreword.chat_formats.tool_validation import check_tools
 from foreword.errors import InvalidRequest
 from foreword.server.answering.generation import build_prompt
-from foreword.server.apis.body import ModelName, StrictModel, num_parts
+from foreword.server.apis.body import ModelName, StrictModel, count_parts
 from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
 from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import JSONResponse
-from foreword.server.loaded_model import LoadedModel, offload_if_large
+from foreword.server.intake import IntakeRoute
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 from foreword.tokenizer.chat_processor import ChatTask
 
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 
 
 class TokenizeBody(TemplateOptions):
@@ -33,11 +34,17 @@ class TokenizeBody(TemplateOptions):
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool | None = None
 
+    def num_parts(self) -> tuple[int, str]:
+        return count_parts(self.messages or ()), "messages"
+
 
 class DetokenizeBody(StrictModel):
     peer_fields: ClassVar[Mapping[str, IgnoredField]] = TEMPLATE
     model: ModelName = None
     tokens: list[int]
+
+    def num_parts(self) -> tuple[int, str]:
+        return len(self.tokens), "tokens"
 
 
 @router.post("/tokenize")
@@ -63,7 +70,7 @@ async def detokenize(
     """Text of token ids."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
-    server.check_num_parts(len(body.tokens), "tokens")
+    body.check_num_parts(server.max_model_len)
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:
             raise InvalidRequest(
@@ -76,10 +83,10 @@ async def _token_ids(
     server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
     if body.messages is None:
-        return await offload_if_large(
+        return await server.intake.render_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
-    server.check_num_parts(num_parts(body.messages), "messages")
+    body.check_num_parts(server.max_model_len)
     task = ChatTask(
         to_template_messages(body.messages),
         tools=check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]),

@@ -13,7 +13,7 @@ from foreword.chat_formats.tools import ReasoningOptions
 from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import ConstraintTask
 from foreword.tokenizer.input_processor import make_requests
 
 TEXTS = [
@@ -80,7 +80,7 @@ def drafted_tokens(engine: AgentEngine, seed: int, tenant: str, constrained: boo
     answer = (*engine.tokenizer.encode(text, add_special_tokens=False), end)
     engine.use_answers([AgentSession(("task",), seed=seed, answers=(answer,))])
     assert engine.format is not None
-    constraint = tool_constraint(engine.format, engine.use, ReasoningOptions(), False, None)
+    constraint = ConstraintTask(engine.format, engine.use, ReasoningOptions(), False, None).constrain()
     params = SamplingParams(
         temperature=0.0,
         max_tokens=len(answer),

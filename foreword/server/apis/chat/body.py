@@ -12,7 +12,13 @@ from foreword.chat_formats.tool_validation import check_tools, parse_choice
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.server.apis.body import StrictModel, check_arguments, check_tool_form, custom_input_grammar
+from foreword.server.apis.body import (
+    StrictModel,
+    check_arguments,
+    check_tool_form,
+    count_parts,
+    custom_input_grammar,
+)
 from foreword.server.apis.ignored_fields import CHAT, MESSAGE, IgnoredField
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.tokenizer.messages import num_unknown_fields
@@ -288,6 +294,9 @@ class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    def num_parts(self) -> tuple[int, str]:
+        return count_parts(self.messages), "messages"
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""

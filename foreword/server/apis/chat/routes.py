@@ -20,7 +20,6 @@ from foreword.chat_formats.events import (
 from foreword.chat_formats.tools import NO_TOOLS, ToolUse
 from foreword.server.answering.generation import Generation, start_chat
 from foreword.server.answering.streaming import respond, response_header, response_options
-from foreword.server.apis.body import num_parts
 from foreword.server.apis.chat.body import ChatBody, to_template_messages
 from foreword.server.apis.choices_writer import (
     TEXT_MARK,
@@ -30,13 +29,14 @@ from foreword.server.apis.choices_writer import (
     chat_logprobs,
 )
 from foreword.server.auth.keys import PermissionsDep
+from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 from foreword.tokenizer.chat_processor import ChatTask
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
-router = APIRouter()
 _ARGUMENTS: Mapping[str, str] = {"function": "arguments", "custom": "input"}  # field, by type of a call
+router = APIRouter(route_class=IntakeRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -49,7 +49,7 @@ async def chat_completions(
     params = server.resolve_params(body.params(server.sampling_defaults))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params)
     context = server.request_context(permissions, body, body.timeout)
-    server.check_num_parts(num_parts(body.messages), "messages")
+    body.check_num_parts(server.max_model_len)
     task = ChatTask(
         to_template_messages(body.messages),
         params,

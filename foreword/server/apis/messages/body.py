@@ -12,7 +12,7 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form
+from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form, count_parts
 from foreword.server.apis.chat.body import MessageContent
 from foreword.server.apis.ignored_fields import MESSAGES_API, IgnoredField
 from foreword.server.apis.messages.conversation import MessagesConversation
@@ -94,6 +94,9 @@ class ConversationBody(StrictModel):
     output_config: OutputConfigBody | None = None
     output_format: OutputFormatBody | None = None  # older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def num_parts(self) -> tuple[int, str]:
+        return count_parts(self.messages), "messages"
 
     def reasoning(self) -> ReasoningOptions:
         """Thinking is off unless the request asks for it. Raises InvalidRequest."""

@@ -15,18 +15,17 @@ from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation, count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.answer_parts import AnswerParts
-from foreword.server.apis.body import num_parts
 from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
 from foreword.server.apis.messages.conversation import MessagesConversation, omit_text
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.errors import error_body
 from foreword.server.http.responses import JSONResponse, sse_event
+from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep, ServedModels
 from foreword.tokenizer.chat_processor import ChatTask
 from foreword.tokenizer.output_processor import OutputDelta
 
-router = APIRouter()
 # Type of a delta, and the field of its text, by type of the block.
 DELTAS: Mapping[str, tuple[str, str]] = {
     "thinking": ("thinking_delta", "thinking"),
@@ -34,6 +33,7 @@ DELTAS: Mapping[str, tuple[str, str]] = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 Event = dict[str, Any]
+router = APIRouter(route_class=IntakeRoute)
 
 
 @router.post("/v1/messages")
@@ -81,7 +81,7 @@ def _read_task(
     server: LoadedModel,
     params: SamplingParams,
 ) -> tuple[MessagesConversation, ChatTask]:
-    server.check_num_parts(num_parts(body.messages), "messages")
+    body.check_num_parts(server.max_model_len)
     conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
     tools, skipped = body.tool_use(conversation.referenced)
     models.check_fields(body, request, ignored=skipped)

@@ -13,7 +13,13 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form, custom_input_grammar
+from foreword.server.apis.body import (
+    RequestBody,
+    StrictModel,
+    check_tool_form,
+    count_parts,
+    custom_input_grammar,
+)
 from foreword.server.apis.chat.body import reasoning_options
 from foreword.server.apis.ignored_fields import RESPONSE_REASONING, RESPONSES, IgnoredField
 from foreword.server.apis.responses.items import (
@@ -136,6 +142,11 @@ class ItemsBody(StrictModel):
     text: TextBody | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def num_parts(self) -> tuple[int, str]:
+        """Of an input that is not cut to the context."""
+        items = self.input if isinstance(self.input, list) and self.truncation != "auto" else ()
+        return count_parts(items), "input"
 
     def items(self) -> tuple[list[NamedItem], list[str]]:
         """The items with an id and the field of each, and the fields that are skipped.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -17,7 +16,7 @@ from foreword.core.params import TO_THE_END, SamplingParams
 from foreword.errors import ResponseNotFound, Unsupported
 from foreword.server.answering.generation import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
-from foreword.server.apis.body import num_parts
+from foreword.server.apis.body import check_num_parts
 from foreword.server.apis.choices_writer import TokenNames
 from foreword.server.apis.responses.body import InputTokensBody, ResponsesBody
 from foreword.server.apis.responses.items import Item, ItemConversation, NamedItem
@@ -25,14 +24,14 @@ from foreword.server.apis.responses.store import StoredResponse
 from foreword.server.apis.responses.writer import ResponseItems, ResponsesWriter
 from foreword.server.auth.keys import PermissionsDep, RequestContext
 from foreword.server.http.responses import JSONResponse, json_bytes
-from foreword.server.loaded_model import LARGE_BODY_BYTES, LoadedModel, offload_if_large
+from foreword.server.intake import IntakeRoute
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep, ServedModels
 from foreword.tokenizer.chat_processor import ChatTask
 
-T = TypeVar("T")
 DEFAULT_ROOM = 8  # truncation: auto leaves an 8th of the context to an answer without max_output_tokens
 
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 
 
 @router.post("/v1/responses")
@@ -49,7 +48,7 @@ async def create_response(
     response_id = f"resp_{uuid.uuid4().hex}"
     store, tenant = models.response_store, permissions.fairness_key
     stores = body.store is not False and store.enabled
-    encoded = await offload_if_large(request, lambda: json_bytes(items)) if stores else b""
+    encoded = await server.intake.render_if_large(request, lambda: json_bytes(items)) if stores else b""
     with conversation.rename_fields():
         if body.truncation == "auto":
             task = await _drop_turns(server, request, context, task)
@@ -121,6 +120,7 @@ async def delete_response(response_id: str, permissions: PermissionsDep, models:
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
+    request: Request,
     permissions: PermissionsDep,
     models: ModelsDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -129,7 +129,9 @@ async def list_input_items(
 ) -> Response:
     """The input of a stored response of this key, without the conversation before it."""
     entry = models.response_store.get(permissions.fairness_key, response_id)
-    items: list[Item] = await _in_thread_if_large(len(entry.input), lambda: json.loads(entry.input))
+    items: list[Item] = await models.intake.render_if_large(
+        request, lambda: json.loads(entry.input), len(entry.input)
+    )
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -156,23 +158,21 @@ async def _read_task(
     params: SamplingParams,
 ) -> tuple[ChatTask, ItemConversation, list[Item]]:
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
-    given = [] if body.input is None or isinstance(body.input, str) else body.input
-    drops_turns = isinstance(body, ResponsesBody) and body.truncation == "auto"
-    if not drops_turns:
-        server.check_num_parts(num_parts(given), "input")
+    body.check_num_parts(server.max_model_len)
     named, skipped = body.items()
     tools, skipped_tools = body.tool_use()
     models.check_fields(body, request, [*skipped, *skipped_tools])
-    named = await _resolve_references(models, tenant, named)
+    named = await _resolve_references(models, request, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
     if body.instructions:
         conversation.add_instructions(body.instructions)
     if body.previous_response_id is not None:
         field = "previous_response_id"
         chain = models.response_store.conversation(tenant, body.previous_response_id, field)
-        stored = await _stored_items(chain)
-        if not drops_turns:
-            server.check_num_parts(len(stored) + len(given), field)
+        if body.truncation != "auto":
+            count = sum(len(entry.item_ids) for entry in chain) + len(named)
+            check_num_parts(count, field, server.max_model_len)
+        stored = await _stored_items(models, request, chain)
         conversation.add([(field, item) for item in stored])
     conversation.add(named)
     conversation.finish()
@@ -181,7 +181,7 @@ async def _read_task(
 
 
 async def _resolve_references(
-    models: ServedModels, tenant: str, items: Sequence[NamedItem]
+    models: ServedModels, request: Request, tenant: str, items: Sequence[NamedItem]
 ) -> list[NamedItem]:
     """The stored items in place of references to them. Raises ResponseNotFound."""
     resolved: list[NamedItem] = []
@@ -190,13 +190,15 @@ async def _resolve_references(
         if item["type"] == "item_reference":
             if item["id"] not in known:
                 entry = models.response_store.find_item(tenant, item["id"], f"{name}.id")
-                known |= {stored["id"]: stored for stored in await _stored_items([entry])}
+                known |= {stored["id"]: stored for stored in await _stored_items(models, request, [entry])}
             item = known[item["id"]]
         resolved.append((name, item))
     return resolved
 
 
-async def _stored_items(entries: Sequence[StoredResponse]) -> list[Item]:
+async def _stored_items(
+    models: ServedModels, request: Request, entries: Sequence[StoredResponse]
+) -> list[Item]:
     """Input and output of each response."""
 
     def parse() -> list[Item]:
@@ -206,11 +208,8 @@ async def _stored_items(entries: Sequence[StoredResponse]) -> list[Item]:
             for item in (*json.loads(entry.input), *json.loads(entry.response)["output"])
         ]
 
-    return await _in_thread_if_large(sum(entry.num_bytes for entry in entries), parse)
-
-
-async def _in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if num_bytes > LARGE_BODY_BYTES else work()
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    return await models.intake.render_if_large(request, parse, num_bytes)
 
 
 async def _drop_turns(

@@ -1,0 +1,182 @@
+"""Large bodies are read by a worker: equal answers and errors, limits in proportion to their bytes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+
+from foreword.config.options import Config
+from foreword.errors import InvalidRequest, OverBudget
+from foreword.server import intake as module
+from foreword.server.apis.chat.body import ChatBody
+from foreword.server.app import ROUTES
+from foreword.server.auth.keys import KeyPermissions
+from foreword.server.auth.rate_limit import UsageMeter
+from foreword.server.intake import Intake, IntakeRoute
+from foreword.server.intake_worker import read_body
+from tests.support.apps import open_app
+from tests.support.fakes import FakeEngineClient
+from tests.support.waiting import WAIT_S
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": {"a": {}}}}}
+# Bodies that are answered, refused by pydantic, by the parser of JSON, or by the routes.
+BODIES: list[tuple[str, Any]] = [
+    (CHAT, {"messages": HELLO, "max_tokens": 2}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "x"}]}),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [TOOL], "tool_choice": "none", "stop": ["x"], "logit_bias": {"5": 1}},
+    ),
+    (CHAT, {"messages": HELLO, "unknown": {"a": [1]}}),
+    (CHAT, {"messages": HELLO, "rid": "r-1", "maxtokens": 3}),
+    (CHAT, {"messages": [{"role": 5, "content": "Hi"}, {"content": "Hi"}], "max_tokens": "2"}),
+    (CHAT, {"messages": HELLO, "min_p": None, "temperature": 1e999}),
+    (CHAT, {"prompt": "Hi"}),
+    (CHAT, {"messages": HELLO, "beam_width": 5, "use_beam_search": True}),
+    (CHAT, {"messages": HELLO, "\ud800": 1}),
+    (CHAT, []),
+    (CHAT, b'{"messages": ['),
+    (CHAT, b'{"messages": "\xff"}'),
+    (CHAT, b"[" * 200_000),
+    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "max_tokens": 2}'),
+    ("/v1/completions", {"prompt": ["Hi", [65, 66]], "max_tokens": 1}),
+    ("/v1/completions", {"prompt": 5}),
+    (RESPONSES, {"input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 2, "store": False}),
+    (RESPONSES, {"input": {"role": "user"}}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 2, "stop_sequences": ["x"]}),
+    (MESSAGES, {"messages": HELLO, "thinking": {"type": "no"}}),
+    ("/v1/messages/count_tokens", {"messages": HELLO}),
+    ("/tokenize", {"prompt": "Hi"}),
+    ("/detokenize", {"tokens": [72, 105]}),
+    ("/detokenize", {"tokens": [1.5]}),
+]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        open_app(FakeEngineClient(), Config(max_body_mb=1, seed=1)) as app,
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=WAIT_S) as client,
+    ):
+        yield client
+
+
+def without_ids(response: httpx.Response) -> tuple[int, Any, str | None]:
+    """What two equal requests have in common."""
+    body = response.json()
+    for name in ("id", "created", "created_at", "completed_at", "request_id", "metrics"):
+        body.pop(name, None)
+    for item in body.get("output", ()):
+        item.pop("id", None)
+    return response.status_code, body, response.headers.get("X-Foreword-Ignored-Fields")
+
+
+async def test_worker_reads_bodies_as_the_event_loop_does(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[type] = []
+    read_in_worker = Intake._read
+
+    def spy(self: Intake, body_class: type, *args: Any) -> Any:
+        read.append(body_class)
+        return read_in_worker(self, body_class, *args)
+
+    monkeypatch.setattr(Intake, "_read", spy)
+    for path, body in BODIES:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        answers = []
+        for num_bytes in (1 << 30, 0):
+            monkeypatch.setattr(module, "INLINE_BYTES", num_bytes)
+            answers.append(await http.post(path, content=content, headers=headers))
+        assert without_ids(answers[0]) == without_ids(answers[1]), content[:200]
+    assert len(read) == len(BODIES)
+
+
+async def test_other_content_types_are_refused_as_before(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INLINE_BYTES", 0)
+    content = json.dumps({"messages": HELLO}).encode()
+    response = await http.post(CHAT, content=content, headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400 and "Content-Type: application/json" in response.text
+
+
+def test_every_route_with_a_body_is_read_by_the_intake() -> None:
+    """But for the operator's, whose bodies are small."""
+    others = {
+        route.path
+        for each in ROUTES
+        for route in each.router.routes
+        if getattr(route, "body_field", None) is not None and not isinstance(route, IntakeRoute)
+    }
+    assert others == {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/load", "/models/unload"}
+
+
+@pytest.fixture(scope="module")
+def intake() -> Iterator[Intake]:
+    intake = Intake(1_000_000, lambda reason: None)
+    yield intake
+    intake._pool.close()
+
+
+def test_parts_are_counted_before_the_body_comes_back(intake: Intake) -> None:
+    body = json.dumps({"messages": HELLO * 30}).encode()
+    with pytest.raises(InvalidRequest, match=r"holds 30 messages.*context is 29 tokens") as caught:
+        intake._read(ChatBody, body, 29)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    made = intake._read(ChatBody, body, 30)
+    assert isinstance(made, ChatBody) and made == read_body(ChatBody, body)
+
+
+def test_cpu_time_is_limited_by_the_bytes(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CPU_S", 1e-6)
+    monkeypatch.setattr(module, "CPU_S_PER_MB", 0.0)
+    body = json.dumps({"messages": [{"role": "user", "content": [{"type": "text"}] * 8}] * 2000}).encode()
+    with pytest.raises(OverBudget, match=f"the body of {len(body)} bytes cannot be read: it takes more than"):
+        intake._read(ChatBody, body, None)
+    monkeypatch.undo()
+    assert isinstance(intake._read(ChatBody, body, None), ChatBody)  # by the next worker
+
+
+def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORKER_BYTES", 1 << 20)
+    intake = Intake(1000, lambda reason: None)
+    try:
+        with pytest.raises(OverBudget, match="ran out of memory"):
+            intake._read(ChatBody, b'{"messages": [' + b"[]," * 2_000_000 + b"[]]}", None)
+    finally:
+        intake._pool.close()
+
+
+async def test_over_budget_is_counted_by_reason(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INLINE_BYTES", 0)
+    monkeypatch.setattr(module, "CPU_S", 1e-6)
+    monkeypatch.setattr(module, "CPU_S_PER_MB", 0.0)
+    body = {"messages": [{"role": "user", "content": "Hi" * 20}] * 8000}
+    response = await http.post(CHAT, json=body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "over_budget"
+    metrics = (await http.get("/metrics")).text
+    assert "foreword_requests_rejected_total{" in metrics
+    assert any('reason="intake"' in line and line.endswith(" 1.0") for line in metrics.splitlines())
+    monkeypatch.undo()
+    assert (await http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
+async def test_large_prompt_is_tokenized_in_a_thread(intake: Intake, size: int, elsewhere: bool) -> None:
+    access = KeyPermissions("", "", UsageMeter())
+    request = Request({"type": "http", "state": {"body_bytes": size, "access": access}})
+    thread = await intake.render_if_large(request, threading.get_ident)
+    assert (thread != threading.get_ident()) == elsewhere
