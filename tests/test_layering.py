@@ -33,6 +33,7 @@ ALLOWED = {
         "config",
         "core",
         "errors",
+        "grammar.check",
         "grammar.tool_calls",
         "multimodal",
         "planning",
@@ -132,6 +133,7 @@ ALLOWED = {
         "planning",
         "tokenizer",
         "utils",
+        "workers",
     },
     "fleet": {
         "checkpoint",

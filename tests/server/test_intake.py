@@ -15,7 +15,7 @@ from foreword.config.options import Config
 from foreword.errors import InvalidRequest, OverBudget
 from foreword.server import intake as module
 from foreword.server.apis.chat.body import ChatBody
-from foreword.server.app import ROUTES
+from foreword.server.app import ROUTERS
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.intake import Intake, IntakeRoute
@@ -115,8 +115,8 @@ def test_every_route_with_a_body_is_read_by_the_intake() -> None:
     """But for the operator's, whose bodies are small."""
     others = {
         route.path
-        for each in ROUTES
-        for route in each.router.routes
+        for router in ROUTERS
+        for route in router.routes
         if getattr(route, "body_field", None) is not None and not isinstance(route, IntakeRoute)
     }
     assert others == {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/load", "/models/unload"}

@@ -24,6 +24,7 @@ from foreword.server.answering.image_intake import (
 )
 from tests.support.waiting import WAIT_S, wait_until_async
 
+ONE_KEY = MAX_CONCURRENT_IMAGES - 1  # images of one key at once
 MEASURED, SIZE = 12, 3  # bytes of an image: by its header, and decoded
 
 
@@ -94,7 +95,7 @@ class IntakeHarness:
 
 async def test_few_images_at_once_and_the_loop_runs() -> None:
     reader = IntakeHarness()
-    tasks = [reader.start(b"a", b"b") for _ in range(2 * MAX_CONCURRENT_IMAGES)]
+    tasks = [reader.start(b"a", b"b", account="xy"[i % 2]) for i in range(2 * MAX_CONCURRENT_IMAGES)]
     await wait_until_async(
         lambda: reader.loader.reading == NUM_WORKERS and len(reader.loader.fetched) == MAX_CONCURRENT_IMAGES
     )
@@ -123,30 +124,26 @@ async def test_failed_image_holds_no_memory() -> None:
 async def test_disconnect_stops_the_reading() -> None:
     reader = IntakeHarness()
     tasks = [reader.start(*[b"%d" % index] * 3) for index in range(3 * MAX_CONCURRENT_IMAGES)]
-    await wait_until_async(lambda: len(reader.loader.fetched) == MAX_CONCURRENT_IMAGES)
+    await wait_until_async(lambda: len(reader.loader.fetched) == ONE_KEY)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert reader.memory.held_bytes == 0
     reader.loader.go.set()
     (await reader.load(b"next"))[1].release()
-    assert reader.loader.fetched[MAX_CONCURRENT_IMAGES:] == [b"next"], (
-        "started reads finish, and no other starts"
-    )
+    assert reader.loader.fetched[ONE_KEY:] == [b"next"], "started reads finish, and no other starts"
     reader.close()
 
 
 async def test_keys_alternate_image_by_image() -> None:
     reader = IntakeHarness()
     busy = [reader.start(*[b"busy"] * 8, account="busy") for _ in range(3 * MAX_CONCURRENT_IMAGES)]
-    await wait_until_async(lambda: len(reader.loader.fetched) == MAX_CONCURRENT_IMAGES)
+    await wait_until_async(lambda: len(reader.loader.fetched) == ONE_KEY)
     other = reader.start(b"other", account="other")
     await asyncio.sleep(0)
     reader.loader.go.set()
     (await other)[1].release()
-    assert reader.loader.fetched.index(b"other") <= MAX_CONCURRENT_IMAGES + 1, (
-        "after one image of the other key"
-    )
+    assert reader.loader.fetched.index(b"other") == ONE_KEY, "after one image of the other key"
     for task in busy:
         (await task)[1].release()
     reader.close()
@@ -170,7 +167,7 @@ async def test_waiting_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is for all images of a request together."""
     monkeypatch.setattr(module, "QUEUE_TIMEOUT_S", 0.2)
     reader = IntakeHarness()
-    tasks = [reader.start(b"a") for _ in range(MAX_CONCURRENT_IMAGES)]
+    tasks = [reader.start(b"a", account=str(i)) for i in range(MAX_CONCURRENT_IMAGES)]
     await wait_until_async(lambda: len(reader.loader.fetched) == MAX_CONCURRENT_IMAGES)
     with pytest.raises(Overloaded, match=r"waited 0\.2 s for those of other requests") as caught:
         await reader.load(b"late")
