@@ -12,10 +12,8 @@ import gc
 import logging
 import resource
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,31 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return run_up(config)
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
-    executor = ThreadPoolExecutor(thread_name_prefix="request")
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
-        code = asyncio.run(_run_with(executor, _serve(config, listener, args.fork_server)))
-    _end_threads(executor, code)
-    return code
-
-
-async def _run_with(executor: ThreadPoolExecutor, run_server: Coroutine[Any, Any, int]) -> int:
-    """The exit code. The executor of requests is the default one, but asyncio.run() does not wait for it."""
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(executor)
-    try:
-        return await run_server
-    finally:
-        loop.set_default_executor(ThreadPoolExecutor(1))
-
-
-def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
-    """Wait a moment for threads of requests; end the process if one hangs, since Python would wait for it."""
-    executor.shutdown(wait=False, cancel_futures=True)
-    waiting = threading.Thread(target=executor.shutdown, daemon=True)
-    waiting.start()
-    waiting.join(CANCEL_GRACE_S)
-    if waiting.is_alive():
-        startup_line.exit("foreword serve: a thread of a request hangs; the process ends without it\n", code)
+        return asyncio.run(_serve(config, listener, args.fork_server))
 
 
 def raise_file_limit(count: int) -> None:
