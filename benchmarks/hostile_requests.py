@@ -4,8 +4,8 @@
 
 Starts the bundled demo on the loopback, with keys of two clients, and with other tool formats for schemas.
 Sends each request as it was found and with twice its size, and waits for its answer. Meanwhile GET /live is
-asked ten times a second, and another key asks for one short answer. Prints the status, CPU seconds of the
-API process, growth of its peak memory, the longest silence of /live, and the
+asked a hundred times a second, and another key asks for one short answer. Prints the status, CPU seconds of
+the API process, growth of its peak memory, the longest silence of /live, and the
 other key's status and seconds, then one JSON line. A cost in proportion is at most about twice as large in
 the second line of a pair. Times are those of a machine that may be busy: compare pairs, not machines.
 """
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ import httpx
 
 import foreword.demo
 from benchmarks.script import print_json, run_script
+from benchmarks.server_cost import ServerMeter
 from foreword.bench.server import ServerProcess
 from foreword.bench.tables import print_table
 from foreword.config.options import Config
@@ -39,10 +39,9 @@ from foreword.server.auth.key_file import Key, dump_keys, hash_key
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI = {"role": "user", "content": "Hi"}
-LIVE_INTERVAL_S = 0.1
+HEAD_START_S = 0.1  # of the request before the other key's
 SALT = b"hostile requests"
 DEMO = Path(foreword.demo.__file__).parent
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -197,24 +196,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, size: int, server: ServerProcess, timeout_s: float) -> dict[str, Any]:
     """One request beside polls of /live and another key's chat."""
-    done = threading.Event()
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(2) as threads, ServerMeter(server.url, server.pid) as meter:
         ask(server.url)
-        Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # the peak begins anew
-        before, peak = cpu_s(server.pid), peak_mib(server.pid)
-        silence = threads.submit(longest_silence, server.url, done)
+        meter.begin()
         request = threads.submit(case.send, server.url, size)
-        time.sleep(LIVE_INTERVAL_S)
+        time.sleep(HEAD_START_S)
         other = ask(server.url)
         try:
             status = request.result(timeout_s)
         except (TimeoutError, httpx.HTTPError) as error:
             status = f"none ({type(error).__name__})"
-        done.set()
-        used, grown = cpu_s(server.pid) - before, peak_mib(server.pid) - peak
-        silent_s = silence.result()
+        cost = meter.end()
         if not request.done():
             server.stop()  # its thread ends with the connection
+    used, grown, silent_s = cost.api_s, cost.api_mib, cost.silent_s
     row = [case.name, f"x{size}", status, round(used, 2), round(grown), round(silent_s, 2), other]
     print("  ".join(map(str, row)), file=sys.stderr)
     return dict(
@@ -231,30 +226,6 @@ def ask(url: str) -> str:
     except httpx.HTTPError as error:
         status = type(error).__name__
     return f"{status} in {time.monotonic() - started:.2f} s"
-
-
-def longest_silence(url: str, done: threading.Event) -> float:
-    """Seconds of the slowest answer of /live until `done`."""
-    longest = 0.0
-    with httpx.Client(timeout=120) as client:
-        while not done.wait(LIVE_INTERVAL_S):
-            started = time.monotonic()
-            try:
-                client.get(f"{url}/live")
-            except httpx.HTTPError:
-                return float("inf")
-            longest = max(longest, time.monotonic() - started)
-    return longest
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
-
-
-def peak_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def load_config(folder: Path, vocab_size: int) -> dict[str, Any]:
