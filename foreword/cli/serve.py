@@ -1,13 +1,14 @@
 """`foreword serve [MODEL]`: the API server in this process, each engine in its own.
 
-Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine of the only model died, 2 if the server could
-not start as configured.
+Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine of the only model died or the event loop hangs
+after a signal, 2 if the server could not start as configured.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import logging
 import resource
@@ -39,6 +40,8 @@ logger = logging.getLogger("foreword.serve")
 
 ENGINE_DEAD_GRACE_S = 2.0  # clients get their errors, monitoring a 503 from /health
 CANCEL_GRACE_S = 1.0  # clients get the errors of cancelled requests
+LATE_GRACE_S = 1.0  # how much later than planned a drain may end
+CLOSE_LIMIT_S = 30.0  # longest time in which engines, encoders and workers end
 EXTRA_FILES = 256  # open files besides the connections
 
 
@@ -49,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
-        return asyncio.run(_serve(config, listener, args.fork_server))
+        try:
+            return asyncio.run(_serve(config, listener, args.fork_server))
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # of ShutdownSignals
 
 
 def raise_file_limit(count: int) -> None:
@@ -67,7 +73,8 @@ def raise_file_limit(count: int) -> None:
 
 async def _serve(config: Config, listener: socket.socket, fork_server: ForkServer) -> int:
     """Listen, load what the server cannot be without, serve; returns the exit code."""
-    signals, drain = ShutdownSignals(), DrainState()
+    signals = ShutdownSignals(config.drain_delay + config.drain_timeout + CANCEL_GRACE_S + LATE_GRACE_S)
+    drain = DrainState()
     loading_health = Health(drain, answers_requests=False)
     signals.install()
     started_s = time.perf_counter()
@@ -96,7 +103,10 @@ async def _serve(config: Config, listener: socket.socket, fork_server: ForkServe
             gc.freeze()  # or a full collection would pause every stream
             for line in _ready_lines(config, manager, plan, listener, time.perf_counter() - started_s):
                 _print_line(config, line)
-            return await _serve_until_shutdown(manager.dead, web_server, drain, signals, config)
+            try:
+                return await _serve_until_shutdown(manager.dead, web_server, drain, signals, config)
+            finally:
+                signals.extend_limit(CLOSE_LIMIT_S)
 
 
 async def _until_signal(work: Coroutine[Any, Any, T], signals: ShutdownSignals) -> T | None:
@@ -111,6 +121,7 @@ async def _until_signal(work: Coroutine[Any, Any, T], signals: ShutdownSignals) 
 
 def _interrupted(config: Config, signals: ShutdownSignals) -> int:
     """End the start-up line; returns the exit code."""
+    signals.extend_limit(CLOSE_LIMIT_S)
     startup_line.end()
     if signals.exit_code:
         _print_line(config, "foreword serve: interrupted")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import signal
 import socket
+import sys
 from collections.abc import Coroutine, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import uvicorn
@@ -18,18 +20,34 @@ POLL_S = 0.005  # while uvicorn starts
 class ShutdownSignals:
     """SIGTERM and SIGINT: the first starts a graceful shutdown, the second an immediate one.
 
-    `exit_code` follows the first: 130 after SIGINT, as shells expect, and 0 after SIGTERM.
+    `exit_code` follows the first: 130 after SIGINT, as shells expect, and 0 after SIGTERM. A process that
+    does not call extend_limit() in time, since its event loop hangs, ends with code 1 and its stacks on stderr.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float | None = None) -> None:
         self.graceful = asyncio.Event()
         self.immediate = asyncio.Event()
         self.exit_code = 0
+        self._limit_s = limit_s  # seconds after the first signal; None: no limit
+        self._is_limited = False
 
     def install(self) -> None:
         """Install the handlers, in the running loop."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+            # Beside the loop's: it runs between two bytecodes, also while a callback blocks the loop.
+            signal.signal(number, self._start_limit)
+            signal.siginterrupt(number, False)
+
+    def _start_limit(self, number: int, frame: FrameType | None) -> None:
+        if self._limit_s is not None and not self._is_limited:
+            self._is_limited = True
+            _exit_later(self._limit_s)
+
+    def extend_limit(self, limit_s: float) -> None:
+        """Let a process that a signal ends take so much longer, from now on."""
+        if self._is_limited:
+            _exit_later(limit_s)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.graceful.is_set():
@@ -37,6 +55,12 @@ class ShutdownSignals:
             return
         self.exit_code = 128 + number if number == signal.SIGINT else 0
         self.graceful.set()
+
+
+def _exit_later(seconds: float) -> None:
+    """End the process with its stacks, by a thread of C that needs no interpreter."""
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
 class UvicornServer:

@@ -258,6 +258,37 @@ def test_hung_threads_of_requests_hold_up_neither_keys_nor_usage_nor_the_end(
         assert server.wait(WAIT_S) == 0
 
 
+# A server whose event loop hangs in a request.
+BLOCKED_SERVER = """
+import sys
+from foreword.cli import serve
+from foreword.cli.main import main
+from foreword.server.routes import tokenize
+serve.LATE_GRACE_S = 0.0
+def block_loop(content):
+    print("blocks now", file=sys.stderr, flush=True)
+    while True:
+        pass
+tokenize.JSONResponse = block_loop
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_sigterm_ends_a_server_whose_event_loop_hangs(tiny: Path) -> None:
+    server = ServerProcess(Config(model=str(tiny), speculate="off"), ["--drain-timeout=1"])
+    server._command[1:3] = ["-c", BLOCKED_SERVER]
+    with server:
+        engine = engine_pid(server)
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/detokenize", json={"tokens": [1]}, timeout=0.5)
+        wait_until(lambda: any("blocks now" in line for line in server.read_log()))
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(WAIT_S) == 1
+        assert any("in block_loop" in line for line in server.read_log())
+    wait_until(lambda: not Path(f"/proc/{engine}").exists())
+
+
 # Start
 
 
