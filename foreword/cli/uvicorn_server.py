@@ -20,8 +20,8 @@ POLL_S = 0.005  # while uvicorn starts
 class ShutdownSignals:
     """SIGTERM and SIGINT: the first starts a graceful shutdown, the second an immediate one.
 
-    `exit_code` follows the first: 130 after SIGINT, as shells expect, and 0 after SIGTERM. A process that
-    does not call extend_limit() in time, since its event loop hangs, ends with code 1 and its stacks on stderr.
+    `exit_code` follows the first: 130 after SIGINT, as shells expect, and 0 after SIGTERM. A process whose
+    event loop hangs does not call extend_limit() in time: it ends with code 1 and its stacks on stderr.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:

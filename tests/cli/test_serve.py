@@ -211,7 +211,7 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
     assert '"code":"shutting_down"' in log_text[-4]
 
 
-# A server whose threads for requests hang in native code: two tokenize without end, the others sleep.
+# A server whose threads for requests hang in native code: one tokenizes without end, the others sleep.
 HUNG_SERVER = """
 import ctypes, itertools, sys
 from foreword.cli.main import main
