@@ -147,11 +147,6 @@ def test_address_of_a_server_has_two_names(url: str) -> None:
         assert "http://x" in vars(args).values()
 
 
-def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_command(monkeypatch)
-    assert cli.main(["fake"]) == 0
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -167,18 +162,6 @@ def test_errors_are_one_line(
     assert cli.main(["fake"]) == code
     printed = capsys.readouterr().err
     assert printed == f"foreword fake: {error}\n"
-
-
-def test_unknown_flag_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_command(monkeypatch)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["fake", "--wrong"])
-    assert caught.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert "--wrong" in printed
 
 
 def test_debug_shows_the_traceback(

@@ -27,9 +27,6 @@ from foreword.fleet import model_processes as backends
 from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fakes import FakeEngineClient, FakeOutput
-from tests.support.images import image_part
-from tests.support.tool_checkpoint import WEATHER, write_tool_checkpoint
-from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.waiting import WAIT_S, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -420,49 +417,6 @@ def test_run_of_several_models(tmp_path: Path) -> None:
             assert body["error"]["code"] == "model_load_failed"
         else:
             assert (body["model"], body["usage"]["completion_tokens"]) == (name[:-1], 4)
-
-
-@pytest.mark.full
-def test_lines_with_tools(tmp_path: Path) -> None:
-    model = write_tool_checkpoint(tmp_path / "model")
-    fields = {"tools": [WEATHER], "seed": 1, "max_tokens": 300, "think": False}
-    lines = (
-        chat("a", **fields, tool_choice="required", parallel_tool_calls=False),
-        chat("b", **fields, tool_choice={"type": "function", "function": {"name": "x"}}),
-    )
-    output = tmp_path / "out"
-    arguments = ["-i", str(write(tmp_path / "in", *lines)), "-o", str(output)]
-    assert main(["run-batch", str(model), *arguments, "--kv-cache-memory", "4000tokens"]) == 1
-    found = records(output)
-    (choice,) = found["a"]["response"]["body"]["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    assert found["b"]["response"]["body"]["error"]["param"] == "tool_choice"
-
-
-@pytest.mark.full
-def test_lines_with_images(tmp_path: Path) -> None:
-    model = write_vision_checkpoint(tmp_path / "model", "llava")
-    look = [{"role": "user", "content": [image_part(), {"type": "text", "text": "What is it?"}]}]
-    broken = [{"role": "user", "content": [image_part(b"no picture")]}]
-    lines = line("a", messages=look, n=3, max_tokens=4, seed=1), line("b", messages=broken)
-    source = write(tmp_path / "in", *lines)
-    arguments = [
-        "run-batch",
-        str(model),
-        "-i",
-        str(source),
-        "-o",
-        str(tmp_path / "out"),
-        "--kv-cache-memory",
-        "4000tokens",
-    ]
-    assert main(arguments) == 1
-    found = records(tmp_path / "out")
-    body = found["a"]["response"]["body"]
-    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-    assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 16
-    assert found["b"]["response"]["body"]["error"]["param"] == "messages[0].content[0].image_url.url"
 
 
 def test_dead_engine_leaves_a_file_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
+def recorder(clock: Clock) -> MetricsRecorder:
+    return MetricsRecorder(("ngram",), clock=clock)
+
+
+@pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """Log lines of the metrics."""
     texts: list[str] = []
@@ -100,8 +105,7 @@ def test_drafters_of_replicas_are_counted_that_were_unknown_at_the_start(clock: 
     assert series["spec_drafter_errors_total", "own"] == 1
 
 
-def test_tokens_are_counted_after_stop_strings(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_tokens_are_counted_after_stop_strings(clock: Clock, recorder: MetricsRecorder) -> None:
     play(recorder, clock)
     series = scrape(recorder)
     assert series["prompt_tokens_total",] == 10
@@ -140,9 +144,8 @@ def test_accepted_is_at_most_delivered(
     assert metrics is not None and metrics.draft_tokens_acceptance == accepted / 4
 
 
-def test_latency_histograms(clock: Clock) -> None:
+def test_latency_histograms(clock: Clock, recorder: MetricsRecorder) -> None:
     """A burst of m tokens after t counts m observations of t/m."""
-    recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
     series = scrape(recorder)
     assert series["inter_token_latency_seconds_count",] == 4 + 2
@@ -153,8 +156,7 @@ def test_latency_histograms(clock: Clock) -> None:
         assert (series[f"{name}_seconds_count",], series[f"{name}_seconds_sum",]) == (1, seconds)
 
 
-def test_metrics_of_one_choice(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_metrics_of_one_choice(clock: Clock, recorder: MetricsRecorder) -> None:
     submitted = play(recorder, clock)
     metrics = recorder.answer_metrics(submitted.id)
     assert metrics is not None
@@ -172,9 +174,8 @@ def test_metrics_of_one_choice(clock: Clock) -> None:
     }
 
 
-def test_rates_begin_after_the_first_burst(clock: Clock) -> None:
+def test_rates_begin_after_the_first_burst(recorder: MetricsRecorder) -> None:
     """Three tokens at once, four more 2 s later: 0.5 s per token."""
-    recorder = MetricsRecorder(("ngram",), clock=clock)
     submitted = request()
     recorder.on_submit(submitted)
     recorder.on_tokens(submitted, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
@@ -198,8 +199,7 @@ def test_undefined_metrics_are_absent(clock: Clock) -> None:
     assert off.answer_metrics("unknown") is None
 
 
-def test_request_without_drafts_has_no_draft_metrics(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_request_without_drafts_has_no_draft_metrics(recorder: MetricsRecorder) -> None:
     metrics = recorder.answer_metrics(record(recorder, tokens(0, 3, reason="stop")).id)
     assert metrics is not None
     assert not [name for name in metrics.as_dict() if "draft" in name or "verify" in name or "accept" in name]
@@ -234,8 +234,7 @@ def test_metrics_of_several_choices(clock: Clock) -> None:
     assert alone is not None and (alone.draft_tokens, alone.seed, alone.tokens_per_second) == (7, 8, 2.0)
 
 
-def test_finish_without_tokens(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_finish_without_tokens(recorder: MetricsRecorder) -> None:
     record(recorder, tokens(0, 0, reason="stop"))
     series = scrape(recorder)
     assert series["requests_finished_total", "stop"] == 1
@@ -243,8 +242,7 @@ def test_finish_without_tokens(clock: Clock) -> None:
     assert series["time_to_first_token_seconds_count",] == 0
 
 
-def test_repetition_is_counted_and_logged(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_repetition_is_counted_and_logged(recorder: MetricsRecorder, lines: list[str]) -> None:
     submitted = request(on_runaway="warn")
     recorder.on_submit(submitted)
     recorder.on_tokens(submitted, tokens(0, 300), 102.0)
@@ -260,8 +258,7 @@ def test_repetition_is_counted_and_logged(clock: Clock, lines: list[str]) -> Non
     assert metrics is not None and metrics.as_dict()["repeating_tokens"] == 12
 
 
-def test_choice_stopped_by_repetition_is_returned(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_choice_stopped_by_repetition_is_returned(recorder: MetricsRecorder, lines: list[str]) -> None:
     repeated = tokens(0, 260, reason="repetition", repetition=Repetition(260, 4))
     record(recorder, repeated, on_runaway="stop")
     series = scrape(recorder)
@@ -271,14 +268,12 @@ def test_choice_stopped_by_repetition_is_returned(clock: Clock, lines: list[str]
     assert "request a: repetition; n 1 requested, 1 returned" in lines[1]
 
 
-def test_repetition_of_aborted_request_is_not_counted(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_repetition_of_aborted_request_is_not_counted(recorder: MetricsRecorder, lines: list[str]) -> None:
     recorder.on_tokens(request(), tokens(0, 8, repetition=Repetition(3, 12)), 103.0)
     assert scrape(recorder)["runaway_requests_total",] == 0 and not lines
 
 
-def test_finished_stats_are_bounded(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_finished_stats_are_bounded(recorder: MetricsRecorder) -> None:
     for number in range(MAX_FINISHED_STATS + 5):
         submitted = request(str(number))
         recorder.on_submit(submitted)
@@ -287,8 +282,7 @@ def test_finished_stats_are_bounded(clock: Clock) -> None:
     assert recorder.answer_metrics("5") is not None
 
 
-def test_failed_and_aborted_requests_finish_once(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_failed_and_aborted_requests_finish_once(recorder: MetricsRecorder) -> None:
     first, second = request("a"), request("b")
     recorder.on_submit(first)
     recorder.on_submit(second)
@@ -302,8 +296,7 @@ def test_failed_and_aborted_requests_finish_once(clock: Clock) -> None:
     assert series["generation_tokens_total",] == 0
 
 
-def test_steps_set_gauges_and_add_deltas(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_steps_set_gauges_and_add_deltas(recorder: MetricsRecorder) -> None:
     first = StepStats(
         step=1, requests_running=3, requests_waiting=2, kv_cache_usage_ratio=0.5,
         prefix_cache_queries_total=10, prefix_cache_hits_total=4, preemptions_total=1,
@@ -324,8 +317,7 @@ def test_steps_set_gauges_and_add_deltas(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("again", [2, 9])
-def test_restarted_engine_counts_from_zero(clock: Clock, again: int) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_restarted_engine_counts_from_zero(recorder: MetricsRecorder, again: int) -> None:
     recorder.on_step(StepStats(step=9, preemptions_total=5))
     recorder.on_step(StepStats(step=1, preemptions_total=again))
     assert scrape(recorder)["preemptions_total",] == 5 + again
@@ -371,9 +363,8 @@ def test_draft_decisions_are_counted(clock: Clock) -> None:
     ("reason", "step", "restarts"), [("it was killed", 4, 1), (None, 1, 0)], ids=["crash", "planned reload"]
 )
 def test_restart_is_counted_and_resets_stats(
-    clock: Clock, reason: str | None, step: int, restarts: int
+    recorder: MetricsRecorder, reason: str | None, step: int, restarts: int
 ) -> None:
-    recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
     recorder.on_restart(reason)
     assert scrape(recorder)["requests_running",] == 0
@@ -382,8 +373,7 @@ def test_restart_is_counted_and_resets_stats(
     assert (series["engine_restarts_total",], series["preemptions_total",]) == (restarts, 5 + 6)
 
 
-def test_gauges_use_get_stats(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_gauges_use_get_stats(recorder: MetricsRecorder) -> None:
     recorder.on_step(StepStats(step=3, requests_running=7))
     recorder.get_stats = lambda: StepStats(requests_waiting=2, oldest_running_seconds=60.0)
     series = scrape(recorder)
@@ -402,12 +392,6 @@ def test_draft_decisions_survive_a_restart(clock: Clock) -> None:
     )
     assert series["spec_no_draft_total", "not_worth_it"] == 7
     assert series["spec_realised_step_seconds_total",] == 1.75
-
-
-def test_returned_choices_are_counted(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
-    recorder.on_response(3)
-    assert scrape(recorder)["choices_returned_total",] == 3
 
 
 @pytest.mark.parametrize("drafters", [(), ("ngram", "draft")])
@@ -590,17 +574,15 @@ def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
     assert not any(name.startswith("foreword_engine_process") for name in labelled(recorder))
 
 
-def test_processes_of_replicas_are_labelled(clock: Clock) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_processes_of_replicas_are_labelled(recorder: MetricsRecorder) -> None:
     recorder.add_engine_processes(lambda: {"0": os.getpid(), "1": os.getppid()})
     found = labelled(recorder)["foreword_engine_process_resident_memory_bytes"]
     assert [labels for labels, _ in found] == [{"replica": "0"}, {"replica": "1"}]
     assert all(value > 0 for _, value in found)
 
 
-def test_totals_of_replicas_add_up(clock: Clock) -> None:
+def test_totals_of_replicas_add_up(recorder: MetricsRecorder) -> None:
     """Each counts by itself; a new engine counts from zero, also if its first step is the old one's last."""
-    recorder = MetricsRecorder((), clock=clock)
     for replica, step, total in (("0", 1, 5), ("1", 1, 7), ("0", 2, 6), ("1", 0, 0), ("1", 1, 4)):
         recorder.on_step(StepStats(step=step, preemptions_total=total, replica=replica))
         if step == 0:
@@ -608,8 +590,7 @@ def test_totals_of_replicas_add_up(clock: Clock) -> None:
     assert scrape(recorder)[("preemptions_total",)] == 6 + 7 + 4
 
 
-def test_every_series_is_in_the_catalog(clock: Clock) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_every_series_is_in_the_catalog(clock: Clock, recorder: MetricsRecorder) -> None:
     play(recorder, clock)
     names = {
         name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
@@ -618,8 +599,9 @@ def test_every_series_is_in_the_catalog(clock: Clock) -> None:
     assert names <= {row.name for row in CATALOG}
 
 
-def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_throughput_is_not_diluted_by_idle_time(
+    clock: Clock, recorder: MetricsRecorder, lines: list[str]
+) -> None:
     play(recorder, clock)  # 4 s of work
     clock.now = 120.0
     recorder.log_if_due()
@@ -657,8 +639,9 @@ def test_no_line_without_traffic_or_interval(
     assert lines == []
 
 
-def test_speculation_line_covers_its_interval(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_speculation_line_covers_its_interval(
+    clock: Clock, recorder: MetricsRecorder, lines: list[str]
+) -> None:
     submitted = request()
     recorder.on_submit(submitted)
     clock.now = 111.0
@@ -670,8 +653,7 @@ def test_speculation_line_covers_its_interval(clock: Clock, lines: list[str]) ->
     assert [line.split(":")[0] for line in lines] == ["Throughput", "SpecDecoding metrics", "Throughput"]
 
 
-def test_request_line(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder(("ngram",), clock=clock)
+def test_request_line(clock: Clock, recorder: MetricsRecorder, lines: list[str]) -> None:
     submitted = request(temperature=0.5, stop=("secret " * 50,))
     recorder.on_submit(submitted)
     recorder.on_tokens(submitted, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
@@ -694,8 +676,7 @@ def test_request_line_with_a_prediction(clock: Clock, lines: list[str]) -> None:
     assert "(0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)" in lines[0]
 
 
-def test_choices_of_a_prompt_share_a_log_line(clock: Clock, lines: list[str]) -> None:
-    recorder = MetricsRecorder((), clock=clock)
+def test_choices_of_a_prompt_share_a_log_line(recorder: MetricsRecorder, lines: list[str]) -> None:
     choices = [request(f"cmpl-1-{index}", seed=7 + index) for index in range(3)]
     for choice in choices:
         recorder.on_submit(choice)

@@ -144,13 +144,6 @@ def test_cpu_limit_rejects_the_image(job_sent: threading.Event) -> None:
         loader.close()
 
 
-def test_concurrent_images_share_a_worker(loader: ImageLoader) -> None:
-    files = [encode_image(random_drawing(40, 40, seed)) for seed in range(12)]
-    with ThreadPoolExecutor(6) as pool:
-        images = list(pool.map(lambda data: loader.preprocess(data, WHERE), files))
-    assert images == [PROCESSOR.preprocess(random_drawing(40, 40, seed)) for seed in range(12)]
-
-
 def test_memory_stays_flat(loader: ImageLoader) -> None:
     def resident() -> int:
         return int(Path(f"/proc/{_pid(loader)}/statm").read_text().split()[1])

@@ -19,6 +19,7 @@ import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.listener import bind_unix
@@ -67,14 +68,34 @@ class RunningServer:
 
     def disconnect(self, path: str, body: dict[str, Any], when: Callable[[], object]) -> None:
         """POST a body and close the connection once `when` is true."""
-        content = json.dumps(body).encode()
-        with socket.create_connection((httpx.URL(self.url).host, httpx.URL(self.url).port or 80)) as raw:
-            raw.sendall(json_post_head(path, len(content)).encode() + content)
+        with self.connect() as raw:
+            raw.sendall(json_post(path, body))
             wait_until(when)
+
+    def connect(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        return socket.create_connection((url.host, url.port or 80), timeout=WAIT_S)
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """Series by (name, *values of labels), without the label `model`."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        labels = [[text for label, text in sample.labels.items() if label != "model"] for sample in samples]
+        return {(each.name, *texts): each.value for each, texts in zip(samples, labels, strict=True)}
+
+    def last_prompt(self) -> str:
+        """What the newest prompt says, without its special tokens."""
+        return bytes(token for token in self.client.submitted[-1].prompt_ids if token < 256).decode()
 
 
 CHAT_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
 COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.create).parameters)
+
+
+def json_post(path: str, body: dict[str, Any]) -> bytes:
+    """A POST over a raw socket."""
+    content = json.dumps(body).encode()
+    return json_post_head(path, len(content)).encode() + content
 
 
 def json_post_head(path: str, length: int) -> str:

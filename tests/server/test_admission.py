@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from foreword.server.admission import Admission, AdmissionTicket, DrainRateEstim
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
-from tests.support.waiting import WAIT_S, FakeClock
+from tests.support.waiting import FakeClock
 
 
 def admission(
@@ -186,8 +185,7 @@ def held(server: RunningServer, prompt: str = "Hi", n: int = 1) -> Iterator[None
 
 
 def test_full_server_refuses_before_reading_the_body(full: RunningServer) -> None:
-    host, port = full.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+    with full.connect() as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
         assert raw.recv(1000).startswith(b"HTTP/1.1 429")
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import socket
 from collections.abc import Callable
-from typing import Any
 
 import openai
 import pytest
 
 from foreword.core.request import Request
-from tests.server.conftest import RunningServer, json_post_head
+from tests.server.conftest import RunningServer, json_post
 from tests.support.fakes import FakeOutput
 
 CHAT = "/v1/chat/completions"
@@ -20,11 +17,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 
 def returned(server: RunningServer) -> int:
-    match = re.search(
-        r"^foreword_choices_returned_total{.*} (\d+)", server.http.get("/metrics").text, re.MULTILINE
-    )
-    assert match is not None
-    return int(match[1])
+    return int(server.metrics()["foreword_choices_returned_total",])
 
 
 def fail_choice(index: int, others: FakeOutput) -> Callable[[Request], FakeOutput]:
@@ -78,11 +71,8 @@ def test_disconnected_client_counts_finished_choices(served: RunningServer) -> N
     served.set_output(
         lambda request: FakeOutput("abc") if request.id.endswith("-0") else FakeOutput(hang_after=2)
     )
-    body: Any = json.dumps({"messages": USER, "n": 3, "stream": True}).encode()
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = json_post_head(CHAT, len(body))
-        connection.sendall(head.encode() + body)
+    with served.connect() as connection:
+        connection.sendall(json_post(CHAT, {"messages": USER, "n": 3, "stream": True}))
         heard = b""
         while b'"finish_reason":"stop"' not in heard:
             heard += connection.recv(65_536)

@@ -1,4 +1,4 @@
-"""openai, litellm and langchain: what tests/clients does not ask of every client, such as errors."""
+"""openai and `foreword chat`: what tests/clients does not ask of every client, such as errors."""
 
 from __future__ import annotations
 
@@ -110,12 +110,6 @@ def test_openai_embeddings(demo: RunningServer) -> None:
     assert first == third != second and len(first) == len(second)
     plain = demo.openai.embeddings.create(model=MODEL, input="one", encoding_format="float").data[0].embedding
     assert plain == pytest.approx(first, abs=1e-6)
-
-
-# litellm
-
-
-# langchain
 
 
 # foreword chat --tools

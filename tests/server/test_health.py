@@ -264,16 +264,11 @@ def test_queue_timeout_refuses_the_whole_request(
     served.set_output(
         lambda request: refused if request is served.client.submitted[0] else FakeOutput(delay_s=1000)
     )
-    before = rejections(served)
+    before = served.metrics()["foreword_requests_rejected_total", "queue_timeout"]
     reply = served.http.post("/v1/completions", json={**body, "stream": stream})
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
     assert len(served.client.aborted) == 2
-    assert rejections(served) == before + 1
-
-
-def rejections(served: RunningServer) -> float:
-    text = served.http.get("/metrics").text
-    return float(text.split('reason="queue_timeout"} ')[1].split()[0])
+    assert served.metrics()["foreword_requests_rejected_total", "queue_timeout"] == before + 1
 
 
 class DrainingServer:

@@ -26,7 +26,7 @@ from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from foreword.server.answering.image_intake import MAX_CONCURRENT_IMAGES
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.http.middleware import BodyLimitMiddleware
-from tests.server.conftest import RunningServer, json_post_head, run_server
+from tests.server.conftest import RunningServer, json_post, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import (
     PLACEHOLDER,
@@ -155,40 +155,18 @@ def test_allowed_files_and_hosts(served: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "param"),
+    ("part", "field"),
     [
-        (
-            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-            "messages[0].content[1].image_url.url",
-        ),
-        ({"type": "image_url", "image_url": "data:image/png"}, "messages[0].content[1].image_url"),
-        (
-            {"type": "image_url", "image_url": {"url": "ftp://x/y.png"}},
-            "messages[0].content[1].image_url.url",
-        ),
-        (
-            {"type": "image_url", "image_url": {"url": "http://example.org/y.png"}},
-            "messages[0].content[1].image_url.url",
-        ),
-        (
-            {"type": "image_url", "image_url": {"url": "file:///etc/hostname"}},
-            "messages[0].content[1].image_url.url",
-        ),
-        (
-            {"type": "image_url", "image_url": {"url": data_url()[:-40]}},
-            "messages[0].content[1].image_url.url",
-        ),
-        (
-            {"type": "image_url", "image_url": {"url": data_url(), "detail": "most"}},
-            "messages[0].content[1].image_url.detail",
-        ),
-        ({"type": "image_url"}, "messages[0].content[1].image_url"),
-        ({"type": "image", "image": "/etc/hostname"}, "messages[0].content[1]"),
-        ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages[0].content[1]"),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "messages[0].content[1]"),
+        ({"type": "image_url", "image_url": {"url": "ftp://x/y.png"}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": "http://example.org/y.png"}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": data_url()[:-40]}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": "data:image/png"}, ".image_url"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, ""),
     ],
 )
-def test_invalid_image_is_named(served: RunningServer, part: dict[str, Any], param: str) -> None:
+def test_invalid_image_is_named(served: RunningServer, part: dict[str, Any], field: str) -> None:
+    param = "messages[0].content[1]" + field
     found, message = error_of(post(served, messages=user(TEXT, part)))
     assert found == param and message.startswith(param)
     assert held(served) == 0 and not served.client.submitted
@@ -338,10 +316,8 @@ class StuckWorkers:
 
 def start_request(server: RunningServer, count: int) -> socket.socket:
     """A connection that has sent a request with `count` images."""
-    content = httpx.Request("POST", server.url, json={"messages": user(*[image_part()] * count)}).content
-    connection = socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 80))
-    head = json_post_head(CHAT, len(content))
-    connection.sendall(head.encode() + content)
+    connection = server.connect()
+    connection.sendall(json_post(CHAT, {"messages": user(*[image_part()] * count)}))
     return connection
 
 
@@ -391,16 +367,8 @@ def test_one_request_may_exceed_the_memory(small_server: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_releases_image_memory(small_server: RunningServer, stream: bool) -> None:
     small_server.set_output(FakeOutput(hang_after=1))
-    body = httpx.Request(
-        "POST", small_server.url + CHAT, json={"messages": user(image_part()), "stream": stream}
-    )
-    with socket.create_connection(
-        (httpx.URL(small_server.url).host, httpx.URL(small_server.url).port or 80)
-    ) as connection:
-        head = json_post_head(CHAT, len(body.content))
-        connection.sendall(head.encode() + body.content)
-        wait_until(lambda: small_server.client.live)
-        assert held(small_server) == BYTES
+    body = {"messages": user(image_part()), "stream": stream}
+    small_server.disconnect(CHAT, body, lambda: small_server.client.live and held(small_server) == BYTES)
     wait_until_free(small_server)
 
 

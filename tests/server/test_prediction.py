@@ -37,25 +37,29 @@ def test_prediction_reaches_the_engine_as_tokens(served: RunningServer, predicti
         assert request.params.prediction is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_usage_counts_accepted_tokens(served: RunningServer, stream: bool) -> None:
-    served.set_output(GUESSED)
-    details = details_of(served, stream, prediction=CONTENT)
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3, 1 + 1)
+def of_one_choice(request: Request) -> FakeOutput:
+    """Only the second choice is drafted from the prediction."""
+    return FakeOutput("abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_adds_up_choices(served: RunningServer, stream: bool) -> None:
-    served.set_output(
-        lambda request: FakeOutput(
-            "abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix"
-        )
-    )
-    details = details_of(served, stream, prediction=CONTENT, n=3)
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
-    served.set_output(GUESSED)
-    details = details_of(served, stream, prediction=CONTENT, n=3)
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (18, 6)
+@pytest.mark.parametrize(
+    ("script", "fields", "accepted", "rejected"),
+    [
+        (GUESSED, {}, 3 + 3, 1 + 1),
+        (GUESSED, {"n": 3}, 18, 6),
+        (of_one_choice, {"n": 3}, 6, 2),
+        (FakeOutput("abcdefg", (8,), drafter="prediction"), {"stop": "c"}, 3, 8 - 3),
+        (FakeOutput("abcdefg", (4,), drafter="suffix"), {}, 0, 0),
+        (FakeOutput(), {"prediction": {"type": "content", "content": ""}}, 0, 0),
+    ],
+)
+def test_usage_counts_accepted_tokens(
+    served: RunningServer, script: Any, fields: dict[str, Any], accepted: int, rejected: int, stream: bool
+) -> None:
+    served.set_output(script)
+    details = details_of(served, stream, **{"prediction": CONTENT, **fields})
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (accepted, rejected)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -70,39 +74,10 @@ def test_rejected_tokens_are_not_completion_tokens(served: RunningServer) -> Non
     assert served.chat(prediction=CONTENT).usage.completion_tokens == len("abcdefg") + 1
 
 
-def test_tokens_after_a_stop_string_are_not_accepted(served: RunningServer) -> None:
-    served.set_output(FakeOutput("abcdefg", (8,), drafter="prediction"))
-    answer = served.chat(prediction=CONTENT, stop="c")
-    assert answer.choices[0].message.content == "ab"
-    details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 8 - 3)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_other_drafters_do_not_count(served: RunningServer, stream: bool) -> None:
-    served.set_output(FakeOutput("abcdefg", (4,), drafter="suffix"))
-    details = details_of(served, stream, prediction=CONTENT)
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
-
-
-def test_empty_prediction_is_valid(served: RunningServer) -> None:
-    details = details_of(served, False, prediction={"type": "content", "content": ""})
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
-    assert served.client.submitted[0].prediction_ids == ()
-
-
 def test_prediction_is_accepted_with_speculation_off() -> None:
     with run_server(Config(speculate="off"), FakeEngineClient()) as server:
         details = details_of(server, False, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
-
-
-@pytest.mark.parametrize("method", ["off", "auto", "prediction", "suffix"])
-def test_prediction_works_with_every_method(served: RunningServer, method: str) -> None:
-    assert (
-        served.chat(prediction=CONTENT, speculation={"method": method}).choices[0].message.content
-        == "Hello world"
-    )
 
 
 def test_prediction_in_completions(served: RunningServer) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.config.options import Config
 from tests.server.conftest import MODEL, RunningServer, run_server
@@ -28,15 +27,6 @@ def stopping_server() -> Iterator[RunningServer]:
 def script_loop(served: RunningServer, bursts: tuple[int, ...] = (1,)) -> RunningServer:
     served.set_output(FakeOutput(LOOP, bursts=bursts))
     return served
-
-
-def metric_series(served: RunningServer) -> dict[tuple[str, ...], float]:
-    families = text_string_to_metric_families(served.http.get("/metrics").text)
-    return {
-        (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 @pytest.mark.parametrize("bursts", [(1,), (5,), (3, 1, 8)])
@@ -63,14 +53,14 @@ def test_streams_report_repetition(served: RunningServer) -> None:
 def test_warn_is_the_default_and_off_is_silent(
     served: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = metric_series(script_loop(served))["foreword_runaway_requests_total",]
+    before = script_loop(served).metrics()["foreword_runaway_requests_total",]
     with caplog.at_level(logging.WARNING, logger="foreword.metrics"):
         answer = served.chat(metrics=True)
         assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.content == LOOP
         assert answer.metrics["repeating_tokens"] == 6
         silent = served.chat(on_runaway="off", metrics=True)
         assert silent.choices[0].message.content == LOOP and "repeating_tokens" not in silent.metrics
-    assert metric_series(served)["foreword_runaway_requests_total",] == before + 1
+    assert served.metrics()["foreword_runaway_requests_total",] == before + 1
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
         f"request {answer.id}-0: repetitive output, pattern length 6, after {CUT} tokens; "
@@ -80,23 +70,23 @@ def test_warn_is_the_default_and_off_is_silent(
 
 
 def test_repetition_is_counted_during_the_answer(served: RunningServer) -> None:
-    before = metric_series(served)["foreword_runaway_requests_total",]
+    before = served.metrics()["foreword_runaway_requests_total",]
     served.set_output(FakeOutput(LOOP, hang_after=CUT + 1))
     with served.chat(stream=True) as stream:  # a first chunk, then one per token
         for _ in range(CUT + 1):
             next(stream)
-        assert metric_series(served)["foreword_runaway_requests_total",] == before + 1
+        assert served.metrics()["foreword_runaway_requests_total",] == before + 1
 
 
 def test_reasons_are_counted(stopping_server: RunningServer) -> None:
     script_loop(stopping_server)
-    before = metric_series(stopping_server)
+    before = stopping_server.metrics()
     assert before["foreword_requests_finished_total", "repetition"] == 0
     assert stopping_server.chat(n=2).choices[1].finish_reason == "repetition", "the server's default"
     assert stopping_server.chat(on_runaway="warn").choices[0].finish_reason == "length", (
         "a request may override it"
     )
-    after = metric_series(stopping_server)
+    after = stopping_server.metrics()
     assert after["foreword_requests_finished_total", "repetition"] == 2
     assert after["foreword_runaway_requests_total",] == 3
 
@@ -174,7 +164,7 @@ def test_real_engine_ends_loops_alike_for_all_drafters(demo: RunningServer) -> N
         for method in ("auto", "suffix", "off")
     ]
     assert {(choice.finish_reason, len(choice.token_ids)) for choice in found} == {("repetition", 257)}
-    before = metric_series(demo)["foreword_requests_finished_total", "repetition"]
+    before = demo.metrics()["foreword_requests_finished_total", "repetition"]
     chunks = list(demo.complete(**endless, allowed_token_ids=[40], stream=True))
     assert chunks[-1].choices[0].finish_reason == "repetition"
-    assert metric_series(demo)["foreword_requests_finished_total", "repetition"] == before + 1
+    assert demo.metrics()["foreword_requests_finished_total", "repetition"] == before + 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -221,8 +220,7 @@ def test_large_body_is_refused_while_reading(keyed_server: RunningServer) -> Non
 
 
 def test_large_body_is_refused_by_its_length(keyed_server: RunningServer) -> None:
-    host, port = keyed_server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
+    with keyed_server.connect() as raw:
         raw.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\n".encode()
             + b"Content-Length: 50000000\r\n\r\n"
@@ -232,9 +230,8 @@ def test_large_body_is_refused_by_its_length(keyed_server: RunningServer) -> Non
 
 @pytest.mark.parametrize("framing", ["Content-Length: 5000000", "Transfer-Encoding: chunked"])
 def test_sending_client_gets_the_refusal(keyed_server: RunningServer, framing: str) -> None:
-    host, port = keyed_server.url.removeprefix("http://").split(":")
     part = b"x" * 50_000 if framing.startswith("Content") else b"c350\r\n" + b"x" * 50_000 + b"\r\n"
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+    with keyed_server.connect() as raw:
         raw.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\n{framing}\r\n\r\n".encode()
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from foreword.config.options import Config
 from foreword.core.outputs import Event, TokenEvent
 from foreword.core.request import Request
-from tests.server.conftest import RunningServer, json_post_head, run_server
+from tests.server.conftest import RunningServer, json_post, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -58,9 +57,8 @@ def stalled_connection(server: RunningServer) -> socket.socket:
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.connect((host, int(port)))
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
-    head = json_post_head("/v1/chat/completions", len(body))
-    raw.sendall(head.encode() + body)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    raw.sendall(json_post("/v1/chat/completions", body))
     return raw
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_engine
@@ -47,15 +46,11 @@ def prediction_of(text: str) -> dict[str, str]:
 
 def counters(server: RunningServer) -> dict[str, float]:
     """Totals of drafted tokens and of draft decisions."""
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples]
-    assert all(sample.value == sample.value for sample in samples), "a NaN metric"
+    series = server.metrics()
+    assert all(value == value for value in series.values()), "a NaN metric"
     kept = ("spec_drafts_total", "spec_draft_tokens_total", "spec_no_draft_total", "spec_draft_length_count")
-    return {
-        f"{s.name}{s.labels}": s.value
-        for s in samples
-        if s.name.removeprefix("foreword_") in kept and s.value
-    }
+    names = [name for name in series if name[0].removeprefix("foreword_") in kept and series[name]]
+    return {str(name): series[name] for name in names}
 
 
 def test_correct_prediction_is_accepted_completely(server: RunningServer) -> None:

@@ -52,11 +52,6 @@ def no_tracebacks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-def connect(server: RunningServer) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=WAIT_S)
-
-
 def read_until_close(raw: socket.socket) -> bytes:
     """All bytes until the server closes."""
     found = b""
@@ -122,7 +117,7 @@ def full_request(body: bytes = BODY) -> bytes:
     ],
 )
 def test_invalid_requests_are_refused(strict_server: RunningServer, sent: bytes, statuses: set[int]) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         try:
             raw.sendall(sent)
             answer = read_until_close(raw)
@@ -134,14 +129,14 @@ def test_invalid_requests_are_refused(strict_server: RunningServer, sent: bytes,
 
 
 def test_refusal_has_the_error_envelope(strict_server: RunningServer) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(b"nonsense\r\n\r\n")
         head, _, body = read_until_close(raw).partition(b"\r\n\r\n")
     assert b"Connection: close" in head and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_two_length_headers_are_refused(strict_server: RunningServer) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(
             HEAD
             + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
@@ -165,21 +160,21 @@ def test_parts_of_a_body_are_framed_as_h11_frames_them(headers: list[tuple[bytes
 
 
 def test_garbage_after_a_request_is_harmless(strict_server: RunningServer) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(full_request().replace(b"Connection: close\r\n", b"") + b"\x00garbage\r\n\r\n" * 10)
         answer = read_until_close(raw)
     assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", answer)] == [200, 400]
 
 
 def test_pipelined_requests_are_answered_in_order(strict_server: RunningServer) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(full_request().replace(b"Connection: close\r\n", b"") * 20 + full_request())
         assert read_until_close(raw).count(b"HTTP/1.1 200") == 21
 
 
 def test_garbage_while_a_body_is_refused(strict_server: RunningServer) -> None:
     """The answer has started, so no second one follows."""
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
         for _ in range(12):
             raw.sendall(b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
@@ -195,12 +190,12 @@ def test_tiny_chunks_are_refused(strict_server: RunningServer) -> None:
     chunked = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     few = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
     for chunks, status in ((few, 200), (b"1\r\n \r\n" * 2000 + few, 400)):
-        with connect(strict_server) as raw:
+        with strict_server.connect() as raw:
             raw.sendall(chunked + chunks + b"0\r\n\r\n")
             answer = read_until_close(raw)
         assert not answer or status_of(answer) == status  # reset: it was cut off while the client was sending
     large = b"400\r\n" + b" " * 1024 + b"\r\n"
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(chunked + large * 40 + few + b"0\r\n\r\n")
         assert status_of(read_until_close(raw)) == 200
 
@@ -208,12 +203,12 @@ def test_tiny_chunks_are_refused(strict_server: RunningServer) -> None:
 def test_answer_before_the_body_closes_the_connection() -> None:
     """The rest of the body is dropped unparsed; an answer after the body leaves the connection open."""
     with run_server(Config(api_key="secret", max_body_mb=1), FakeEngineClient(FakeOutput("ok"))) as server:
-        with connect(server) as raw:
+        with server.connect() as raw:
             raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
             answer = read_until_close(raw)  # the client has not ended its body
             assert status_of(answer) == 401 and answer.lower().count(b"connection: close") == 1
             raw.sendall(b"1\r\nx\r\n" * 10_000 + b"no chunk")
-        with connect(server) as raw:
+        with server.connect() as raw:
             for _ in range(2):
                 raw.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
                 answer = b""
@@ -233,7 +228,7 @@ def test_connection_is_read_in_small_parts(
         receive(self, data)
 
     monkeypatch.setattr(connections.TimeoutH11Protocol, "data_received", record)
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(full_request(BODY + b" " * 900_000))
         assert status_of(read_until_close(raw)) == 200
     assert sum(sizes) > 900_000 and max(sizes) <= connections.MAX_READ_BYTES
@@ -296,7 +291,7 @@ def test_work_on_a_refused_body_is_bounded(
     """Without end, and in chunks of a byte: it is dropped unparsed, or cut off."""
     if b"Content-Length" not in head:
         head += b"Transfer-Encoding: chunked\r\n"
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(head + b"\r\n1\r\nx\r\n")
         if status != 400:
             assert status_of(raw.recv(65536)) == status
@@ -312,7 +307,7 @@ def test_work_on_a_refused_body_is_bounded(
 def test_work_on_an_accepted_body_follows_its_bytes(strict_server: RunningServer, work: ParserWork) -> None:
     """Each read of at most 16 KB is two events: its data, and the wait for more."""
     sent = full_request(BODY + b" " * 900_000)
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(sent)
         assert status_of(read_until_close(raw)) == 200
     assert work.num_parsed == len(sent) and work.num_events <= 2 * work.num_reads + 4
@@ -390,14 +385,14 @@ def send_slowly(raw: socket.socket, data: bytes, pause_s: float) -> bytes:
 
 
 def test_slow_head_times_out(strict_server: RunningServer) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         assert status_of(send_slowly(raw, b"GET /live HTTP/1.1\r\n" + b"A: b\r\n" * 100, 0.05)) == 408
 
 
 @pytest.mark.full
 def test_slow_body_times_out(strict_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_TIMEOUT_FACTOR", 2)
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
         assert status_of(send_slowly(raw, b"x" * 100_000, 0.3)) == 408
 
@@ -407,7 +402,7 @@ def test_slow_body_times_out(strict_server: RunningServer, monkeypatch: pytest.M
     "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent from the start", "after an answer"]
 )
 def test_silent_connection_is_closed(strict_server: RunningServer, sent: bytes) -> None:
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(sent)
         answer = read_until_close(raw)
     assert status_of(answer) == 200 if sent else answer == b""
@@ -425,7 +420,7 @@ def test_slow_answer_does_not_time_out(strict_server: RunningServer, stream: boo
 
 def test_half_closed_socket_is_a_disconnect(strict_server: RunningServer) -> None:
     strict_server.set_output(FakeOutput("ok", delay_s=0.05))
-    with connect(strict_server) as raw:
+    with strict_server.connect() as raw:
         raw.sendall(full_request())
         raw.shutdown(socket.SHUT_WR)
         read_until_close(raw)
@@ -435,7 +430,7 @@ def test_half_closed_socket_is_a_disconnect(strict_server: RunningServer) -> Non
 
 def test_reset_connections_are_cleaned_up(strict_server: RunningServer) -> None:
     for cut in range(1, len(full_request()), 17):
-        with connect(strict_server) as raw:
+        with strict_server.connect() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raw.sendall(full_request()[:cut])
     strict_server.wait_until_idle()
@@ -443,7 +438,7 @@ def test_reset_connections_are_cleaned_up(strict_server: RunningServer) -> None:
 
 
 def test_connections_are_bounded(strict_server: RunningServer) -> None:
-    sockets = [connect(strict_server) for _ in range(60)]
+    sockets = [strict_server.connect() for _ in range(60)]
     try:
         last = sockets[-1]
         assert status_of(read_until_close(last)) == 429
@@ -470,7 +465,7 @@ def test_all_bodies_together_are_bounded(
     strict_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(middleware, "MAX_BODIES_IN_MEMORY", 1)
-    with connect(strict_server) as first, connect(strict_server) as second:
+    with strict_server.connect() as first, strict_server.connect() as second:
         for raw in (first, second):
             raw.sendall(HEAD + b"Content-Length: 900000\r\n\r\n" + b" " * 600_000)
         (refused,), _, _ = select.select((first, second), (), (), WAIT_S)

@@ -88,23 +88,6 @@ def test_invalid_values_are_named(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("audio", {"voice": "alloy", "format": "wav"}),
-        ("modalities", ["text", "audio"]),
-        ("logits_processors", ["x"]),
-        ("reasoning_effort", "ultra"),
-        ("use_beam_search", True),
-        ("web_search_options", {}),
-    ],
-)
-def test_unsupported_fields_are_named(served: RunningServer, field: str, value: Any) -> None:
-    status, error = post(served, {field: value})
-    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
-    assert field in error["message"]
-
-
-@pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
         ("mirostat", 2, "state"),

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.server.apis.body import MAX_ARGUMENTS_CHARS
 from tests.server.conftest import RunningServer, run_server
@@ -32,20 +31,6 @@ def error_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
     assert reply.status_code == 400, reply.text
     error: dict[str, Any] = reply.json()["error"]
     return error
-
-
-def counters(server: RunningServer) -> dict[str, float]:
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    return {
-        sample.name: sample.value
-        for family in families
-        for sample in family.samples
-        if not sample.labels.keys() - {"model"}
-    }
-
-
-def prompt_of(server: RunningServer) -> str:
-    return bytes(token for token in server.client.submitted[-1].prompt_ids if token < 256).decode()
 
 
 def function(name: str = "f", **fields: Any) -> dict[str, Any]:
@@ -163,14 +148,14 @@ def test_history_in_every_form_is_rendered(fake: RunningServer) -> None:
     forms = [dumped, *({**bare, name: "It may rain."} for name in (*names, "thinking"))]
     for form in forms:
         chat(fake, messages=[*USER, form, result])
-        prompts.append(prompt_of(fake))
+        prompts.append(fake.last_prompt())
     unequal = [
         {"reasoning": "It may rain.", "reasoning_content": "No."},
         {"reasoning": "", "thinking": "It may rain."},
     ]
     for names_and_texts in unequal:
         chat(fake, messages=[*USER, {**bare, **names_and_texts}, result])
-        prompts.append(prompt_of(fake))
+        prompts.append(fake.last_prompt())
     assert len(set(prompts)) == 1
     assert f"{THOUGHT}Let me see.\n{CALL}" in prompts[0] and "<tool_response>\nsunny" in prompts[0]
 
@@ -183,13 +168,14 @@ def test_tokenize_counts_tools(fake: RunningServer) -> None:
 
 
 def test_metrics_count_calls_and_reasoning(fake: RunningServer) -> None:
-    before = counters(fake)
+    before = fake.metrics()
     fake.set_output(FakeOutput(f"{THOUGHT}{CALL}\n{CALL_TIME}", (3,)))
     usage = chat(fake).usage
     fake.set_output(FakeOutput('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', (3,)))
     chat(fake)
-    after = counters(fake)
-    grown = {name: after[name] - before[name] for name in after if name.startswith("foreword_")}
+    after = fake.metrics()
+    names = [name for name, *labels in after if name.startswith("foreword_") and not labels]
+    grown = {name: after[name,] - before[name,] for name in names}
     assert grown["foreword_tool_calls_total"] == 2
     assert grown["foreword_tool_parse_errors_total"] == 1
     assert grown["foreword_reasoning_tokens_total"] == usage.completion_tokens_details.reasoning_tokens > 0
@@ -197,7 +183,7 @@ def test_metrics_count_calls_and_reasoning(fake: RunningServer) -> None:
 
 
 def test_call_of_an_aborted_answer_is_counted(fake: RunningServer) -> None:
-    before = counters(fake)["foreword_tool_calls_total"]
+    before = fake.metrics()["foreword_tool_calls_total",]
     fake.set_output(FakeOutput(CALL, (3,), hang_after=60))
     stream = chat(fake, stream=True)
     for chunk in stream:
@@ -205,7 +191,7 @@ def test_call_of_an_aborted_answer_is_counted(fake: RunningServer) -> None:
             break
     stream.close()
     fake.wait_until_idle()
-    assert counters(fake)["foreword_tool_calls_total"] == before + 1
+    assert fake.metrics()["foreword_tool_calls_total",] == before + 1
 
 
 def test_forced_call_beside_another_constraint_is_refused(fake: RunningServer) -> None:
@@ -216,11 +202,11 @@ def test_forced_call_beside_another_constraint_is_refused(fake: RunningServer) -
 
 def test_keywords_that_are_not_enforced(fake: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 1}}}}
-    before = counters(fake)["foreword_tool_schema_keywords_dropped_total"]
+    before = fake.metrics()["foreword_tool_schema_keywords_dropped_total",]
     with caplog.at_level("INFO", "foreword.serve"):
         for _ in range(2):
             chat(fake, tools=[function(parameters=parameters)])
-    assert counters(fake)["foreword_tool_schema_keywords_dropped_total"] == before + 2
+    assert fake.metrics()["foreword_tool_schema_keywords_dropped_total",] == before + 2
     logged = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
     assert len(logged) == 1 and logged[0].endswith(": not") and "properties" not in logged[0]
     error = error_of(fake, tools=[function(parameters=parameters, strict=True)])

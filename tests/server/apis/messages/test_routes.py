@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import inspect
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -249,8 +248,7 @@ def test_errors_before_the_route_have_the_envelope() -> None:
 
 def answer_to_broken_body(server: RunningServer) -> str:
     head = json_post_head(PATH, 100).replace("Content-Length: 100", "Transfer-Encoding: chunked")
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port or 80), timeout=WAIT_S) as raw:
+    with server.connect() as raw:
         raw.sendall(head.replace("Host: x", "Host: x\r\nx-api-key: secret").encode() + b"no size\r\n")
         return b"".join(iter(lambda: raw.recv(4096), b"")).decode()
 

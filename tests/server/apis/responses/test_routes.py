@@ -61,11 +61,6 @@ def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
     return dict(reply.json()["error"])
 
 
-def prompt_of(server: RunningServer) -> str:
-    ids = server.client.submitted[-1].prompt_ids
-    return bytes(i for i in ids if i < 256).decode()
-
-
 def messages_of(items: Any, takes_images: bool = True, **fields: Any) -> list[dict[str, Any]]:
     body = ResponsesBody.model_validate({"input": items, **fields})
     conversation = ItemConversation(takes_images)
@@ -451,7 +446,7 @@ def test_tools_of_a_namespace(fake: RunningServer) -> None:
     assert (call["namespace"], call["name"]) == ("shop", "price")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "125"}
     create(fake, input=[{"role": "user", "content": "Hi"}, call, output], tools=[space])
-    assert '"name": "shop.price"' in prompt_of(fake)
+    assert '"name": "shop.price"' in fake.last_prompt()
 
 
 @pytest.mark.parametrize(
@@ -517,12 +512,12 @@ def test_conversation_continues_by_the_response_id(fake: RunningServer) -> None:
     output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "125"}
     fake.set_output(FakeOutput("125 euro"))
     second = create(fake, input=[output], previous_response_id=first["id"], tools=[FUNCTION])
-    by_id = prompt_of(fake)
+    by_id = fake.last_prompt()
     assert second["previous_response_id"] == first["id"] and "First instructions" not in by_id
     create(fake, input=[{"role": "user", "content": "Price?"}, *first["output"], output], tools=[FUNCTION])
-    assert prompt_of(fake) == by_id
+    assert fake.last_prompt() == by_id
     create(fake, input="Thanks", previous_response_id=second["id"])
-    assert "125 euro" in prompt_of(fake) and prompt_of(fake).count("Price?") == 1
+    assert "125 euro" in fake.last_prompt() and fake.last_prompt().count("Price?") == 1
 
 
 def test_stored_response_is_read_and_deleted(served: RunningServer) -> None:
@@ -566,7 +561,7 @@ def test_item_reference_is_the_stored_item(served: RunningServer) -> None:
     reference = {"type": "item_reference", "id": response["output"][0]["id"]}
     for item in (reference, {"id": reference["id"]}):
         create(served, input=[item, {"role": "user", "content": "Go on"}])
-        assert "Stored text" in prompt_of(served)
+        assert "Stored text" in served.last_prompt()
 
 
 def test_keys_see_only_their_own_responses() -> None:
@@ -635,7 +630,7 @@ def test_truncation_drops_the_oldest_turns() -> None:
         body = {"input": [*turns, {"role": "user", "content": "last"}], "instructions": "Be brief."}
         assert error_of(post(server, **body))["code"] == "context_length_exceeded"
         create(server, **body, truncation="auto", max_output_tokens=50)
-        prompt = prompt_of(server)
+        prompt = server.last_prompt()
         assert "Be brief." in prompt and "last" in prompt and "question 9" in prompt
         assert "question 0" not in prompt and len(client.submitted[0].prompt_ids) <= 350
         kept = [i for i in range(10) if f"question {i} " in prompt]
@@ -656,7 +651,7 @@ def test_truncation_copies_a_conversation_only_to_count_it(monkeypatch: pytest.M
         turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 1000
         create(server, input=[*turns, {"role": "user", "content": "last"}], truncation="auto")
         assert sum(size > 0 for size in copies) <= 12 and max(copies) <= 400
-        assert "last" in prompt_of(server)
+        assert "last" in server.last_prompt()
         server.wait_until_idle()
 
 
@@ -757,7 +752,7 @@ def test_codex_runs_its_loop(fake: RunningServer) -> None:
     fake.set_output(FakeOutput("It is 125.", (5,)))
     second = codex(fake, input=[*CODEX_REQUEST["input"], *sent, *results])
     assert second.text == "It is 125." and [item["type"] for item in second.items] == ["message"]
-    prompt = prompt_of(fake)
+    prompt = fake.last_prompt()
     assert "<think>\nhm" in prompt and "Sandbox: on" in prompt and "mcp__docs.find" in prompt
     fake.set_output(FakeOutput("Hello", fail_after=2))
     assert codex(fake).error == "server_error"
