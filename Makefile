@@ -92,7 +92,8 @@ SANITIZED_OBJECTS := $(patsubst build/native/%,build/sanitized/%,$(NATIVE_OBJECT
 SANITIZER_FLAGS := $(filter-out -O3,$(NATIVE_FLAGS)) -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 	-fno-omit-frame-pointer
 SANITIZED_TESTS := tests/kernels tests/sampling tests/speculation/drafters/test_suffix.py tests/speculation/drafters/test_draft_model.py \
-	tests/weights/test_gguf.py tests/weights/test_gguf_header.py tests/weights/test_gguf_values.py
+	tests/weights/test_gguf.py tests/weights/test_gguf_header.py tests/weights/test_gguf_values.py \
+	tests/benchmarks/test_fuzz_checkpoints.py
 
 sanitize: $(SANITIZED) build/sanitized/pool_race $(VENV)/tested-all  ## the native kernels under sanitizers
 	TSAN_OPTIONS=halt_on_error=1 build/sanitized/pool_race

@@ -24,12 +24,13 @@ from types import FrameType
 from typing import Any
 
 import foreword
+from benchmarks.fuzz_checkpoints import checkpoint_targets
 from benchmarks.fuzz_images import image_targets
 from benchmarks.fuzz_mutate import shrink
 from benchmarks.fuzz_targets import FuzzTarget, file_targets
 from benchmarks.fuzz_traffic import traffic_targets
 
-TARGETS = {**file_targets(), **image_targets(), **traffic_targets()}
+TARGETS = {**file_targets(), **image_targets(), **traffic_targets(), **checkpoint_targets()}
 PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input
 MEMORY_BYTES = 2 << 30  # beyond the memory of the ready process

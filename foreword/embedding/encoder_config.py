@@ -78,10 +78,12 @@ def read_score_activation(config: ConfigReader) -> str | None:
         nested.get("version", None)
         named = nested.get("activation_fn", named)
         nested.check_all_read()
-    architectures = config.get("architectures", None) or []
-    if not any(str(name).endswith(RANKER_SUFFIX) for name in architectures):
+    architectures = config.get("architectures", None)
+    names = architectures if isinstance(architectures, list) else []
+    if not any(str(name).endswith(RANKER_SUFFIX) for name in names):
         return None
-    labels = len(config.get("id2label", {})) or config.get_int("num_labels", 2)
+    id2label = config.get_section("id2label")
+    labels = config.get_int("num_labels", 2) if id2label is None else len(id2label.keys)
     if labels != 1:
         raise config.error("id2label", f"names {labels} labels; a ranker has one")
     if named is not None and named not in SCORE_ACTIVATIONS:

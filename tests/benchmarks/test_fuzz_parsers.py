@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from benchmarks import fuzz_parsers, fuzz_worker
+from benchmarks.fuzz_checkpoints import checkpoint_targets
 from benchmarks.fuzz_mutate import (
     MAX_BYTES,
     change_bytes,
@@ -24,10 +25,11 @@ from benchmarks.fuzz_worker import TARGETS, fuzz
 from foreword.errors import CheckpointError
 
 SLOW = "grammar-worker"  # it starts processes
+ELSEWHERE = set(checkpoint_targets())  # test_fuzz_checkpoints.py
 INPUTS = 120
 
 
-@pytest.mark.parametrize("name", sorted(set(TARGETS) - {SLOW}))
+@pytest.mark.parametrize("name", sorted(set(TARGETS) - {SLOW} - ELSEWHERE))
 def test_parser_accepts_or_refuses_every_input(name: str, tmp_path: Path) -> None:
     target = TARGETS[name]()
     report, lines = fuzz(target, INPUTS, 7, tmp_path)

@@ -115,6 +115,13 @@ def test_head_with_several_labels_is_rejected(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_names_that_are_no_list_name_no_ranker(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": 3}))
+    assert load(tmp_path).info.task == "embed"
+
+
 def test_odd_heads_are_refused(tmp_path: Path) -> None:
     """RoPE rotates pairs: its native table of an odd head was one value too wide, and corrupted the heap."""
     write_encoder(tmp_path, "modernbert")
