@@ -230,9 +230,8 @@ def test_file_blocks_become_dense(kind: str) -> None:
     machine = library.foreword_machine_new(0, 1)
     tiles = torch.empty(library.foreword_packed_bytes(KIND_NUMBERS[kind], 21, 64, 0), dtype=torch.uint8)
     rows = np.array([row.data_ptr() for row in blocks.data], dtype=np.uint64)
-    library.foreword_pack(
-        machine, KIND_NUMBERS[kind], KIND_NUMBERS["q8_0"], rows.ctypes.data, 21, 64, 0, tiles.data_ptr()
-    )
+    formats, shape = (KIND_NUMBERS[kind], KIND_NUMBERS["q8_0"]), (21, 64, 0)
+    library.foreword_pack(machine, *formats, rows.ctypes.data, 2 * 34, *shape, tiles.data_ptr())
     values = torch.empty(21, 64)
     weight = Weight(KIND_NUMBERS[kind], 0, 21, 64, tiles.data_ptr(), None)
     library.foreword_unpack(machine, ctypes.byref(weight), values.data_ptr())

@@ -67,7 +67,8 @@ class Mixture:
     @property
     def tensor_format(self) -> str:
         """Of tensors among the parts."""
-        return "bfloat16" if self.weight_format in ("float8", *GROUPED_BITS) else self.weight_format
+        floats = ("float32", "bfloat16", "float16")
+        return self.weight_format if self.weight_format in (*floats, "int8", "int4") else "bfloat16"
 
     def bias(self, rows: int, seed: int) -> Tensor:
         return randn(rows, seed=seed) / 4

@@ -36,6 +36,7 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
+NUM_AXES = 3  # of M-RoPE positions
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 
@@ -100,6 +101,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     def linear(
         self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:
+        assert x.dim() == 2 and x.shape[1] == weight.in_features, "inputs of another width"
         out = torch.empty(x.shape[0], weight.out_features, dtype=dtype or x.dtype)
         for block in weight.blocks:
             columns = out[:, block.first_row : block.first_row + block.weight.n]
@@ -141,8 +143,10 @@ class CpuOps(NativeSampling, UnfusedOps):
         """In place."""
         slots = batch.lora_slots
         assert slots is not None and x.dtype == y.dtype == table.a.dtype == table.b.dtype
+        assert slots.dtype == table.ranks.dtype == torch.int64 and slots.shape == x.shape[:1] == y.shape[:1]
         part_sizes = (ctypes.c_int64 * len(table.part_sizes))(*table.part_sizes)
         num_slots, num_parts, max_rank, in_features = table.a.shape
+        assert (x.shape[1], y.shape[1]) == (in_features, sum(table.part_sizes)), "a layer of other widths"
         pointers = LoraPointers(
             num_slots,
             num_parts,
@@ -161,25 +165,29 @@ class CpuOps(NativeSampling, UnfusedOps):
         self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:
         (block,) = weight.blocks
-        assert block.input_order is None
+        assert block.input_order is None and token_ids.dtype == torch.int64
         out = torch.empty(token_ids.shape[0], weight.in_features, dtype=dtype)
         return self._execute(
             Opcode.EMBEDDING, (token_ids,), out, target=block.weight, keep_alive=block, scalars=(scale,)
         )
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
+        assert a.shape == b.shape and a.dtype == b.dtype
         return self._execute(Opcode.ADD, (a, b), torch.empty(a.shape, dtype=a.dtype), sizes=(a[0].numel(),))
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        assert rows.dtype == torch.int64
+        assert self._builder is None or x.shape[0] == TRACE_ROWS, "only rows of the whole batch have numbers"
         out = torch.empty(rows.shape[0], x.shape[1], dtype=x.dtype)
-        return self._execute(Opcode.INDEX_ROWS, (x, rows), out, sizes=(x.shape[1] * x.itemsize,))
+        num_rows = x.shape[0] if self._builder is None else 0
+        return self._execute(Opcode.INDEX_ROWS, (x, rows), out, sizes=(x.shape[1] * x.itemsize, num_rows))
 
     def scatter_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         assert self._builder is None, "image embeddings cannot be part of a compiled pass"
         x.index_copy_(0, rows, values)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert weight.dtype == torch.float32 and weight.is_contiguous()
+        assert weight.dtype == torch.float32 and weight.is_contiguous() and weight.shape == x.shape[-1:]
         out, sizes = torch.empty(x.shape, dtype=x.dtype), (x[0].numel() // x.shape[-1], x.shape[-1])
         address = weight.data_ptr()
         return self._execute(
@@ -190,13 +198,14 @@ class CpuOps(NativeSampling, UnfusedOps):
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
         assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
-        assert positions.dtype == torch.int64 and positions.dim() == (1 if mrope_sections is None else 2)
+        assert positions.dtype == torch.int64 and positions.shape[0] == x.shape[0]
+        assert positions.shape[1:] == (() if mrope_sections is None else (NUM_AXES,))
         assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= x.shape[2], "more angles than pairs"
         axes = None if mrope_sections is None else _axes_array(mrope_sections)
         assert axes is None or len(axes) == cos_sin.shape[1] // 2, "an angle without an axis"
         table = RopeTable(cos_sin.data_ptr(), ctypes.cast(axes, ctypes.c_void_p) if axes else None)
         out = torch.empty(x.shape, dtype=x.dtype)
-        sizes = (x.shape[1], x.shape[2], cos_sin.shape[1])
+        sizes = (x.shape[1], x.shape[2], cos_sin.shape[1], cos_sin.shape[0])
         return self._execute(
             Opcode.ROPE, (x, positions), out, target=table, keep_alive=(cos_sin, axes), sizes=sizes
         )
@@ -207,7 +216,10 @@ class CpuOps(NativeSampling, UnfusedOps):
         return self._execute(Opcode.GATED_ACT, (gate_up,), out, sizes=(width, ACTIVATIONS[activation]))
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=_kv_pointers(cache), keep_alive=cache)
+        assert k.shape == v.shape == (*slots.shape, *cache.k.shape[1:]) and slots.dtype == torch.int64
+        num_slots = (cache.k.shape[0],)
+        target = _kv_pointers(cache)
+        self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=target, keep_alive=cache, sizes=num_slots)
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> None:
         """None: the kernel reads the batch itself."""
@@ -224,6 +236,8 @@ class CpuOps(NativeSampling, UnfusedOps):
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2])
+        _slots, kv_heads, head_dim = cache.k.shape
+        assert q.shape[1] % kv_heads == 0 and q.shape[2] == head_dim, "queries of another shape"
         head_sinks = None if sinks is None else sinks.contiguous()
         return self._execute(
             Opcode.ATTENTION,
@@ -231,7 +245,7 @@ class CpuOps(NativeSampling, UnfusedOps):
             torch.zeros(q.shape, dtype=q.dtype),
             target=AttentionLayer(_kv_pointers(cache), None if head_sinks is None else head_sinks.data_ptr()),
             keep_alive=(cache, head_sinks),
-            sizes=(q.shape[1], window or 0),
+            sizes=(q.shape[1], window or 0, cache.k.shape[0]),
             scalars=(scale, softcap or 0.0),
             batch=batch,
         )
@@ -330,7 +344,9 @@ def _kv_pointers(cache: KVLayer) -> KVPointers:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    assert cache.k.is_contiguous() and cache.v.is_contiguous()
+    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.shape == cache.v.shape
+    scales = [scale for scale in (cache.k_scale, cache.v_scale) if scale is not None]
+    assert all(scale.shape == cache.k.shape[:2] and scale.is_contiguous() for scale in scales)
     return KVPointers(
         type=DTYPE_IDS[cache.k.dtype],
         k=address(cache.k),

@@ -14,8 +14,9 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_voi
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-ABI_VERSION = 9  # version of the signatures and structures below, as in api.cpp
+ABI_VERSION = 10  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -41,6 +42,23 @@ FORMAT_NAMES = [
     "iq4_xs",
 ]
 FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Format
+
+
+INPUT_ERRORS = (  # enum InputError
+    "",
+    "a token id is outside of the embedding",
+    "a position is outside of its table",
+    "a slot is outside of the KV cache",
+    "a block is outside of the KV cache",
+    "a row is outside of the batch",
+    "the rows of the requests are not those of the batch",
+    "an adapter's slot is outside of its table",
+    "a draft has more rows than slots or places",
+    "more ids are wanted than there are",
+    "the rows' ids are not those given",
+    "the weight's format and shape do not match",
+    "the text is not in the index",
+)
 
 
 class Opcode(IntEnum):
@@ -205,14 +223,25 @@ class Experts(ctypes.Structure):
     )
 
 
+def raise_input_error(error: int, function: Any, arguments: object) -> int:
+    """Raise ValueError for an InputError, before which nothing was written; ctypes calls this."""
+    if error:
+        raise ValueError(f"{function.__name__}: {INPUT_ERRORS[error]}")
+    return error
+
+
+class CheckedResult(c_int32):
+    """Result of functions that return an InputError: library functions with it raise ValueError."""
+
+
 ROW_ARGS = (c_void_p, c_void_p, c_int64, c_int64)  # CPU context, logits, rows, vocabulary size
 RUN_ARGS = (c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs))
 SIGNATURES = MappingProxyType(
     {
         "foreword_log_sum_exp": (None, *ROW_ARGS, c_void_p),
-        "foreword_top_ids": (None, *ROW_ARGS, c_int64, c_void_p),
-        "foreword_add_at": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p),
-        "foreword_penalize": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p),
+        "foreword_top_ids": (CheckedResult, *ROW_ARGS, c_int64, c_void_p),
+        "foreword_add_at": (CheckedResult, *ROW_ARGS, c_void_p, c_void_p, c_int64, c_void_p),
+        "foreword_penalize": (CheckedResult, *ROW_ARGS, c_void_p, c_void_p, c_int64, c_void_p),
         "foreword_keep_allowed": (None, *ROW_ARGS, c_void_p, c_int64),
         "foreword_keep_top_k": (None, *ROW_ARGS, c_void_p),
         "foreword_keep_top_p": (None, *ROW_ARGS, c_void_p),
@@ -227,17 +256,21 @@ SIGNATURES = MappingProxyType(
         "foreword_supported": (c_int32, c_int32),
         "foreword_machine_new": (c_void_p, c_int32, c_int32),
         "foreword_machine_delete": (None, c_void_p),
-        "foreword_run": (None, *RUN_ARGS),
-        "foreword_draft": (None, *RUN_ARGS, POINTER(DraftArgs)),
+        "foreword_run": (CheckedResult, *RUN_ARGS),
+        "foreword_draft": (CheckedResult, *RUN_ARGS, POINTER(DraftArgs)),
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64, c_int64),
-        "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        "foreword_pack": (CheckedResult, c_void_p, c_int32, c_int32, c_void_p, *[c_int64] * 4, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
         "foreword_suffix_new": (c_void_p, c_int32, c_void_p, c_int64, c_char_p, c_int64),
         "foreword_suffix_delete": (None, c_void_p),
         "foreword_suffix_start": (c_int32, c_void_p, c_uint32),
-        "foreword_suffix_finish": (None, c_void_p, c_int32, c_void_p, c_int64),
+        "foreword_suffix_finish": (CheckedResult, c_void_p, c_int32, c_void_p, c_int64),
         "foreword_suffix_num_texts": (c_int64, c_void_p),
-        "foreword_suffix_propose": (c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+        "foreword_suffix_propose": (
+            c_int64,
+            *(c_void_p, c_void_p, c_int64, c_int64),  # index, queries, their values and number
+            *(c_void_p, c_int64, c_void_p, c_void_p),  # lengths, room, ids, confidence
+        ),
     }
 )
 
@@ -267,7 +300,9 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     for name, (result, *arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = result
+        function.restype = c_int32 if result is CheckedResult else result
+        if result is CheckedResult:
+            function.errcheck = raise_input_error
     return library, ""
 
 

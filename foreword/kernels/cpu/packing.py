@@ -77,6 +77,7 @@ class Packer:
         inputs = _num_columns(parts[0])
         assert all(_num_columns(part) == inputs for part in parts)
         float_bias = None if bias is None else bias.to(torch.float32).contiguous()
+        assert bias is None or bias.shape == (sum(map(_num_rows, parts)),), "a bias of another length"
         blocks = tuple(self._pack_blocks(parts, weight_format, float_bias))
         return CpuLinear(blocks, sum(block.weight.n for block in blocks), inputs)
 
@@ -85,23 +86,35 @@ class Packer:
     ) -> Iterator[PackedBlock]:
         first, k = 0, _num_columns(parts[0])
         for layout, parts_of_block in groupby(parts, lambda part: _layout_of(part, weight_format)):
-            rows = np.concatenate([_row_pointers(part) for part in parts_of_block])
-            yield self._pack_block(rows, layout, k, first, bias)
+            of_block = list(parts_of_block)
+            rows = np.concatenate([_row_pointers(part) for part in of_block])
+            row_bytes = min(map(_row_bytes, of_block))
+            yield self._pack_block(rows, row_bytes, layout, k, first, bias)
             first += len(rows)
 
     def _pack_block(
-        self, rows: np.ndarray, layout: PackedLayout, k: int, first_row: int, bias: Tensor | None
+        self,
+        rows: np.ndarray,
+        row_bytes: int,
+        layout: PackedLayout,
+        k: int,
+        first_row: int,
+        bias: Tensor | None,
     ) -> PackedBlock:
         n, format_id, group_size = len(rows), FORMAT_IDS[layout.target], layout.group_size
         num_bytes = self._library.foreword_packed_bytes(format_id, n, k, group_size)
+        if num_bytes < 0:
+            raise CheckpointError(f"a weight [{n}, {k}] cannot be packed as {layout.target}")
         tiles = self._memory.allocate(num_bytes)
         data, pointers = tiles.data_ptr(), _pointers_to(rows) if rows.ndim == 2 else rows
         num_rows = max(PIECE_BYTES * n // num_bytes // TILE_ROWS, 1) * TILE_ROWS
         for begin in range(0, n, num_rows):  # so that a large file is never mapped beside its packed copy
             piece = pointers[begin : begin + num_rows]
             offset = self._library.foreword_packed_bytes(format_id, begin, k, group_size)
-            options = (format_id, FORMAT_IDS[layout.source], piece.ctypes.data, len(piece), k, group_size)
-            self._library.foreword_pack(self._cpu_context, *options, data + offset)
+            formats, shape = (format_id, FORMAT_IDS[layout.source]), (len(piece), k, group_size)
+            self._library.foreword_pack(
+                self._cpu_context, *formats, piece.ctypes.data, row_bytes, *shape, data + offset
+            )
             if rows.ndim == 1:
                 release_pages(int(piece.min()), int(piece.max() - piece.min()))
         block_bias = None if bias is None else bias[first_row : first_row + n]
@@ -178,17 +191,39 @@ def _group_size(source: str, group_size: int, columns: int) -> int:
     return group_size
 
 
+def _num_rows(part: Matrix) -> int:
+    return len(_values_of(part))
+
+
+def _row_bytes(part: Matrix) -> int:
+    """Bytes of a row of values."""
+    values = _values_of(part)
+    return values.shape[1] * values.itemsize
+
+
+def _values_of(part: Matrix) -> Tensor:
+    """The stored values [N, ...], without scales and zeros that come apart."""
+    if isinstance(part, QuantizedBlocks):
+        return part.data
+    return part if isinstance(part, Tensor) else part.values
+
+
 def _row_pointers(part: Matrix) -> np.ndarray:
     """Address of each row: uint64 [N], or [N, 3] of values, scales and zeros (struct GroupedRow)."""
     if isinstance(part, GroupedInts):
+        groups = -(-part.columns // part.group_size)
+        assert part.scales.shape == part.zeros.shape == (len(part.values), groups), "a group without a scale"
+        assert part.scales.dtype == torch.float32 and part.values.dtype == part.zeros.dtype == torch.uint8
         return np.stack(
             [_row_addresses(part.values), _row_addresses(part.scales), _row_addresses(part.zeros)], 1
         )
     if isinstance(part, Float8Blocks):
-        values = _row_addresses(part.values)
+        values, (rows, columns) = _row_addresses(part.values), part.block_shape
+        blocks = -(-len(values) // rows), -(-part.columns // columns)
+        assert part.scales.shape == blocks and part.scales.dtype == torch.float32, "a block without a scale"
         scales = _row_addresses(part.scales).repeat(part.block_shape[0])[: len(values)]
         return np.stack([values, scales, np.zeros_like(values)], 1)
-    return _row_addresses(part.data if isinstance(part, QuantizedBlocks) else part)
+    return _row_addresses(_values_of(part))
 
 
 def _row_addresses(data: Tensor) -> np.ndarray:

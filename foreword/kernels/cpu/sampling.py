@@ -62,7 +62,7 @@ class NativeSampling(ReferenceSampling):
             return super().add_bias(logits, starts, ids, biases)
         starts, ids = _check_ids(starts, ids, logits)
         assert biases.dtype == torch.float32 and biases.shape == ids.shape
-        self._call(self._library.foreword_add_at, logits, starts, ids, biases.cpu().contiguous())
+        self._call(self._library.foreword_add_at, logits, starts, ids, len(ids), biases.cpu().contiguous())
 
     def apply_repetition_penalty(
         self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
@@ -71,7 +71,7 @@ class NativeSampling(ReferenceSampling):
             return super().apply_repetition_penalty(logits, starts, ids, penalties)
         starts, ids = _check_ids(starts, ids, logits)
         penalties = _check_per_row(penalties, logits, torch.float32)
-        self._call(self._library.foreword_penalize, logits, starts, ids, penalties)
+        self._call(self._library.foreword_penalize, logits, starts, ids, len(ids), penalties)
 
     def _apply_filter(
         self, function: Callable[..., None], logits: Tensor, values: Tensor, dtype: torch.dtype

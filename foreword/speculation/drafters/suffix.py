@@ -73,7 +73,12 @@ class SuffixIndex:
         if len(queries) > self._max_queries or total_tokens > self._max_tokens:
             self._allocate_buffers(2 * len(queries), 2 * total_tokens)
         buffer = array("i", packed)
-        if self._propose(self._index, _address(buffer), len(queries), *self._output_addresses) < len(queries):
+        lengths_at, *drafts_at = self._output_addresses
+        inputs = (_address(buffer), len(buffer), len(queries))
+        answered = self._propose(self._index, *inputs, lengths_at, self._max_tokens, *drafts_at)
+        if answered < 0:
+            raise ValueError("a query of no text, or of a negative length")
+        if answered < len(queries):
             raise MemoryError("out of memory for the suffix index")
         lengths = self._lengths[: len(queries)].tolist()
         total = sum(lengths)

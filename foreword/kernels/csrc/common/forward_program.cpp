@@ -1,5 +1,6 @@
 #include "common/forward_program.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "experts/experts.h"
@@ -28,10 +29,142 @@ CpuContext::CpuContext(Isa isa, int num_threads)
       quantized_(quantized_linear(isa)),
       attention_(attention(isa)) {}
 
-// Runs the instructions of a program on one batch.
-class Interpreter {
+// Memory and rows of the instructions of one run.
+class Operands {
+protected:
+    explicit Operands(const ProgramInputs& inputs) : inputs_(inputs) {}
+
+    int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }
+
+    char* base(AddressSpace space) const { return inputs_.spaces[static_cast<int>(space)]; }
+
+    // The base of ABSOLUTE is null: no pointer arithmetic on it.
+    char* address(const Operand& operand) const {
+        const auto begin = reinterpret_cast<uintptr_t>(base(operand.space));
+        return reinterpret_cast<char*>(begin + operand.address + operand.per_row * inputs_.num_rows);
+    }
+
+    RowView rows(const Operand& operand) const { return {address(operand), operand.stride}; }
+
+    const int64_t* ints(const Operand& operand) const { return reinterpret_cast<const int64_t*>(address(operand)); }
+
+    const int64_t* ints(AddressSpace space) const { return reinterpret_cast<const int64_t*>(base(space)); }
+
+    const ProgramInputs& inputs_;
+};
+
+// Checks the values of a batch that lead to memory. All layers use the same ones, so their ranges are remembered.
+class InputCheck : Operands {
 public:
-    Interpreter(CpuContext& cpu, const ProgramInputs& inputs) : cpu_(cpu), inputs_(inputs), context_{cpu.pool_, cpu.shared_} {}
+    explicit InputCheck(const ProgramInputs& inputs) : Operands(inputs) {}
+
+    InputError check(const Instruction& c) {
+        if (count(c) == 0) return InputError::NONE;
+        switch (c.op) {
+            case Opcode::EMBEDDING:
+                return check(c.in[0], c, 1, 0, static_cast<const Weight*>(c.object)->n, InputError::TOKEN_ID);
+            case Opcode::INDEX_ROWS:
+                return check(c.in[1], c, 1, 0, c.sizes[1] > 0 ? c.sizes[1] : inputs_.num_rows, InputError::ROW);
+            case Opcode::ROPE: {
+                const bool has_axes = static_cast<const RopeTable*>(c.object)->angle_axes != nullptr;
+                return check(c.in[1], c, has_axes ? NUM_AXES : 1, 0, c.sizes[3], InputError::POSITION);
+            }
+            case Opcode::WRITE_KV: return check(c.in[2], c, 1, 0, c.sizes[0], InputError::SLOT);
+            case Opcode::ATTENTION: return check_attention(c.sizes[1], c.sizes[2]);
+            case Opcode::ADD_LORA: {
+                const int64_t num_slots = static_cast<const LoraTable*>(c.object)->num_slots;
+                return check(c.in[1], c, 1, NO_ADAPTER, num_slots, InputError::ADAPTER_SLOT);
+            }
+            default: return InputError::NONE;
+        }
+    }
+
+private:
+    static constexpr int64_t NUM_AXES = 3, NO_ADAPTER = -1;
+    static constexpr int MAX_RANGES = 8, MAX_WINDOWS = 4;  // remembered
+
+    // Smallest and largest of `rows` vectors [width].
+    struct Range {
+        RowView view;
+        int64_t rows, width, low, high;
+    };
+
+    // Blocks that a layer with this window reads; `error`: of the batch itself.
+    struct BlockRange {
+        int64_t window, low, high;
+        InputError error;
+    };
+
+    // The operand's values [count, width] are in [low, limit).
+    InputError check(const Operand& operand, const Instruction& c, int64_t width, int64_t low, int64_t limit, InputError error) {
+        const Range& range = range_of(rows(operand), count(c), width);
+        return low <= range.low && range.high < limit ? InputError::NONE : error;
+    }
+
+    const Range& range_of(const RowView& view, int64_t rows, int64_t width) {
+        for (int i = 0; i < num_ranges_; i++) {
+            const Range& range = ranges_[i];
+            const bool is_same = range.view.data == view.data && range.view.stride == view.stride;
+            if (is_same && range.rows == rows && range.width == width) return range;
+        }
+        Range& range = ranges_[num_ranges_ < MAX_RANGES ? num_ranges_++ : MAX_RANGES - 1];
+        range = {view, rows, width, INT64_MAX, INT64_MIN};
+        for (int64_t row = 0; row < rows; row++) {
+            const auto* values = reinterpret_cast<const int64_t*>(view.data + row * view.stride);
+            for (int64_t i = 0; i < width; i++) {
+                range.low = std::min(range.low, values[i]);
+                range.high = std::max(range.high, values[i]);
+            }
+        }
+        return range;
+    }
+
+    InputError check_attention(int64_t window, int64_t num_slots) {
+        const BlockRange& blocks = blocks_of(window);
+        if (blocks.error != InputError::NONE) return blocks.error;
+        return 0 <= blocks.low && blocks.high < num_slots / inputs_.block_size ? InputError::NONE : InputError::BLOCK;
+    }
+
+    const BlockRange& blocks_of(int64_t window) {
+        for (int i = 0; i < num_windows_; i++) {
+            if (windows_[i].window == window) return windows_[i];
+        }
+        BlockRange& blocks = windows_[num_windows_ < MAX_WINDOWS ? num_windows_++ : MAX_WINDOWS - 1];
+        blocks = {window, 0, 0, InputError::NONE};
+        const int64_t* starts = ints(AddressSpace::QUERY_START_LOC);
+        const bool fits = inputs_.block_size > 0 && 0 <= starts[0] && starts[inputs_.num_requests] <= inputs_.num_rows;
+        if (!fits) blocks.error = InputError::ROW_STARTS;
+        for (int64_t i = 0; i < inputs_.num_requests && blocks.error == InputError::NONE; i++) add_blocks(i, blocks);
+        return blocks;
+    }
+
+    // The blocks from the first to the last position that a row of the request sees; others may be any.
+    void add_blocks(int64_t request, BlockRange& blocks) const {
+        const int64_t begin = ints(AddressSpace::QUERY_START_LOC)[request], end = ints(AddressSpace::QUERY_START_LOC)[request + 1];
+        if (begin > end || end > inputs_.num_rows) blocks.error = InputError::ROW_STARTS;
+        if (begin >= end || blocks.error != InputError::NONE) return;
+        const auto [lowest, highest] = std::minmax_element(ints(AddressSpace::POSITIONS) + begin, ints(AddressSpace::POSITIONS) + end);
+        if (*lowest < 0 || *highest / inputs_.block_size >= inputs_.table_width) {
+            blocks.error = InputError::POSITION;
+            return;
+        }
+        const int64_t first = blocks.window > 0 && *lowest >= blocks.window ? *lowest - blocks.window + 1 : 0;
+        const int64_t* table = ints(AddressSpace::BLOCK_TABLES) + request * inputs_.table_width;
+        for (int64_t i = first / inputs_.block_size; i <= *highest / inputs_.block_size; i++) {
+            blocks.low = std::min(blocks.low, table[i]);
+            blocks.high = std::max(blocks.high, table[i]);
+        }
+    }
+
+    Range ranges_[MAX_RANGES];
+    BlockRange windows_[MAX_WINDOWS];
+    int num_ranges_ = 0, num_windows_ = 0;
+};
+
+// Runs the instructions of a program on one batch.
+class Interpreter : Operands {
+public:
+    Interpreter(CpuContext& cpu, const ProgramInputs& inputs) : Operands(inputs), cpu_(cpu), context_{cpu.pool_, cpu.shared_} {}
 
     // Operations on no rows (nothing is sampled) are skipped: kernels get at least one row.
     void execute(const Instruction& c) {
@@ -73,7 +206,7 @@ private:
         cpu_.rows_.add(context_, {c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
     }
 
-    // in: x, row numbers; sizes: bytes of a row
+    // in: x, row numbers; sizes: bytes of a row, rows of x (0: those of the batch)
     void index_rows(const Instruction& c) {
         const RowView from = rows(c.in[0]), to = rows(c.out);
         const int64_t* numbers = ints(c.in[1]);
@@ -87,7 +220,7 @@ private:
         cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
     }
 
-    // in: x, positions; object: RopeTable; sizes: heads, dim, rotary
+    // in: x, positions; object: RopeTable; sizes: heads, dim, rotary, positions of the table
     void rope(const Instruction& c) {
         const auto& [cos_sin, angle_axes] = *static_cast<const RopeTable*>(c.object);
         cpu_.rows_.rope(context_, {cos_sin, angle_axes, rows(c.in[1]), c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1],
@@ -100,13 +233,13 @@ private:
         cpu_.rows_.gated_act(context_, {activation, c.type, rows(c.in[0]), rows(c.out), c.sizes[0], count(c)});
     }
 
-    // in: k, v, slots; object: KV
+    // in: k, v, slots; object: KV; sizes: slots of the cache
     void write_kv(const Instruction& c) {
         const KV& kv = *static_cast<const KV*>(c.object);
         cpu_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
     }
 
-    // in: q; object: AttentionLayer; sizes: heads, window; numbers: scale, softcap
+    // in: q; object: AttentionLayer; sizes: heads, window, slots of the cache; numbers: scale, softcap
     void attention(const Instruction& c) {
         const auto& [kv, sinks] = *static_cast<const AttentionLayer*>(c.object);
         cpu_.attention_(context_, {kv, ints(AddressSpace::POSITIONS),
@@ -149,31 +282,19 @@ private:
         foreword::add_lora(context_, cpu_.rows_, {table, ints(c.in[1]), c.type, rows(c.in[0]), rows(c.out), count(c)});
     }
 
-    int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }
-
-    char* base(AddressSpace space) const { return inputs_.spaces[static_cast<int>(space)]; }
-
-    // The base of ABSOLUTE is null: no pointer arithmetic on it.
-    char* address(const Operand& operand) const {
-        const auto begin = reinterpret_cast<uintptr_t>(base(operand.space));
-        return reinterpret_cast<char*>(begin + operand.address + operand.per_row * inputs_.num_rows);
-    }
-
-    RowView rows(const Operand& operand) const { return {address(operand), operand.stride}; }
-
-    const int64_t* ints(const Operand& operand) const { return reinterpret_cast<const int64_t*>(address(operand)); }
-
-    const int64_t* ints(AddressSpace space) const { return reinterpret_cast<const int64_t*>(base(space)); }
-
     CpuContext& cpu_;
-    const ProgramInputs& inputs_;
     Context context_;
 };
 
-void CpuContext::run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs) {
+InputError CpuContext::run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs) {
+    InputCheck inputs_check(inputs);
+    for (int64_t i = 0; i < count; i++) {
+        if (const InputError error = inputs_check.check(instructions[i]); error != InputError::NONE) return error;
+    }
     const FloatMode mode;
     Interpreter interpreter(*this, inputs);
     for (int64_t i = 0; i < count; i++) interpreter.execute(instructions[i]);
+    return InputError::NONE;
 }
 
 }  // namespace foreword

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/input_error.h"
 #include "common/kernels.h"
 
 namespace foreword {
@@ -61,7 +62,8 @@ class CpuContext {
 public:
     CpuContext(Isa isa, int num_threads);
 
-    void run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs);
+    // Checks the ids, slots and rows of the batch first: nothing is computed unless the result is NONE.
+    InputError run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs);
     ThreadPool& pool() { return pool_; }
 
 private:

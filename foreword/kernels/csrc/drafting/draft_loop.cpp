@@ -31,6 +31,8 @@ class Batch {
 public:
     Batch(const ProgramInputs& inputs, int64_t table_width) : inputs_(inputs) { inputs_.table_width = table_width; }
 
+    int64_t block_size() const { return inputs_.block_size; }
+
     void clear() {
         for (auto* values : {&token_ids_, &positions_, &slots_, &tables_, &sample_rows_, &mrope_positions_}) values->clear();
         query_start_loc_.assign(1, 0);
@@ -83,7 +85,10 @@ public:
     }
 
     // Compute the known tokens of all jobs, and sample the first draft tokens.
-    void first() {
+    InputError first() {
+        for (int64_t i = 0; i < draft_.num_jobs; i++) {
+            if (!fits(draft_.jobs[i])) return InputError::DRAFT_JOB;
+        }
         const int64_t* token_ids = draft_.token_ids;
         const int64_t* blocks = draft_.block_tables;
         for (int64_t i = 0; i < draft_.num_jobs; i++) {
@@ -97,16 +102,16 @@ public:
             token_ids += job.num_tokens;
             blocks += job.num_blocks;
         }
-        run();
+        return run();
     }
 
     bool done() const { return active_.empty(); }
 
     // Compute the last draft token of each active job, and sample the next one.
-    void next() {
+    InputError next() {
         batch_.clear();
         for (JobState& request : active_) add(request, request.draft_ids + *request.length - 1, 1);
-        run();
+        return run();
     }
 
 private:
@@ -116,19 +121,27 @@ private:
         return width;
     }
 
+    // Each row has a slot in the block table, and each draft token a place in the results.
+    bool fits(const DraftJob& job) const {
+        if (job.num_tokens < 1 || job.max_tokens < 0 || job.max_tokens > draft_.max_tokens || job.num_blocks < 0) return false;
+        const int64_t slots = job.num_blocks * batch_.block_size(), rows = job.num_tokens + std::max<int64_t>(job.max_tokens - 1, 0);
+        return 0 <= job.start_position && job.start_position <= slots - rows;
+    }
+
     void add(JobState& request, const int64_t* token_ids, int64_t count) {
         batch_.add(request, token_ids, count, request.job->max_tokens > 0);
         request.computed += count;
     }
 
-    void run() {
+    InputError run() {
         const ProgramInputs& inputs = batch_.inputs();
-        cpu_.run(program_.instructions, program_.count, inputs);
+        if (const InputError error = cpu_.run(program_.instructions, program_.count, inputs); error != InputError::NONE) return error;
         const auto* logits = reinterpret_cast<const float*>(inputs.spaces[static_cast<int>(AddressSpace::OUTPUT)]);
         each_row(&cpu_, logits, inputs.num_sampled, draft_.vocab_size,
                  [&](Row row, int64_t r, int thread) { extend(active_[r], row, thread); });
         const auto ended = [](const JobState& request) { return request.ended; };
         active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
+        return InputError::NONE;
     }
 
     void extend(JobState& request, Row row, int thread) const {
@@ -169,10 +182,11 @@ private:
 
 }  // namespace
 
-void run_draft(CpuContext& cpu, const Program& program, const ProgramInputs& inputs, const DraftArgs& draft) {
+InputError run_draft(CpuContext& cpu, const Program& program, const ProgramInputs& inputs, const DraftArgs& draft) {
     DraftRun run(cpu, program, inputs, draft);
-    run.first();
-    while (!run.done()) run.next();
+    InputError error = run.first();
+    while (error == InputError::NONE && !run.done()) error = run.next();
+    return error;
 }
 
 }  // namespace foreword

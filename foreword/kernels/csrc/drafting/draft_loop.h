@@ -43,6 +43,7 @@ struct Program {
 };
 
 // Only block_size and the spaces ARENA and OUTPUT of `inputs` are read; they have room for the rows of the first pass.
-void run_draft(CpuContext& cpu, const Program& program, const ProgramInputs& inputs, const DraftArgs& draft);
+// An error ends the draft before the pass that it is in.
+InputError run_draft(CpuContext& cpu, const Program& program, const ProgramInputs& inputs, const DraftArgs& draft);
 
 }  // namespace foreword

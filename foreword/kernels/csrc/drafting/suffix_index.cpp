@@ -1,6 +1,6 @@
 // Drafts from the longest suffix match, with the bits of tests/support/suffix_index.py, which explains the method.
 //
-// Memory is zeroed and touched only as it fills: a zero is a separator, or no slot. Callers have checked handles.
+// Memory is zeroed and touched only as it fills: a zero is a separator, or no slot.
 
 #include <algorithm>
 #include <array>
@@ -10,6 +10,8 @@
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "common/input_error.h"
 
 namespace foreword {
 namespace {
@@ -23,9 +25,11 @@ constexpr int MAX_POSITIONS = 2 * (MIN_MATCHES - 1 + MAX_CHAIN);
 constexpr double MIN_PREFIX_PROB = 0.05;
 constexpr int64_t SELF_WEIGHT = 4;
 constexpr int32_t INITIAL_SLOTS = 64;
+constexpr int32_t MAX_SLOTS = 1 << 30;
 constexpr uint64_t HASH_MULTIPLIER = 0x9E3779B97F4A7C15;
 constexpr int32_t SEPARATOR = 0;
 constexpr int32_t NULL_SLOT = 0;
+constexpr int64_t QUERY_HEAD = 3;  // values of a query before its tokens
 
 constexpr int64_t square(int64_t length) { return length * length; }
 
@@ -166,6 +170,7 @@ struct Text {
     void make_room(int64_t count) {
         int64_t capacity = slots.capacity();
         while (slots.write() + count >= capacity) capacity *= 2;
+        if (capacity > MAX_SLOTS) throw std::bad_alloc();
         if (capacity == slots.capacity()) return;
         TokenRing larger(static_cast<int32_t>(capacity));
         for (int32_t slot = 1; slot < slots.write(); slot++) larger.append(slots.token(slot), owner);
@@ -267,7 +272,7 @@ class SuffixIndex {
 public:
     SuffixIndex(int32_t corpus_slots, std::vector<double> doubts, std::vector<uint8_t> never)
         : doubts_(std::move(doubts)), never_(std::move(never)) {
-        if (corpus_slots > 0) corpus_ = std::make_unique<TokenRing>(corpus_slots);
+        if (corpus_slots > 1) corpus_ = std::make_unique<TokenRing>(corpus_slots);
     }
 
     int32_t start(uint32_t owner) {
@@ -303,10 +308,16 @@ public:
         return DraftBuilder(text.slots, doubts_).draft(matches, max_tokens, token_ids, confidence);
     }
 
+    bool has_text(int32_t id) const {
+        return 0 <= id && static_cast<size_t>(id) < texts_.size() && texts_[id] != nullptr;
+    }
+
     int64_t num_texts() const { return static_cast<int64_t>(texts_.size() - free_.size()); }
 
 private:
+    // Ids that no vocabulary has match nothing.
     int32_t token(int32_t id) const {
+        if (id < 0 || id == INT32_MAX) return SEPARATOR;
         return static_cast<size_t>(id) < never_.size() && never_[id] ? SEPARATOR : id + 1;
     }
 
@@ -317,17 +328,33 @@ private:
     std::vector<int32_t> free_;
 };
 
+// Whether all queries are of texts, end within num_values, and draft at most `room` tokens together.
+bool are_valid(const SuffixIndex& index, const int32_t* queries, int64_t num_values, int64_t count, int64_t room) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (at + QUERY_HEAD > num_values) return false;
+        const int32_t text = queries[at], max_tokens = queries[at + 1], num_tokens = queries[at + 2];
+        at += QUERY_HEAD + num_tokens;
+        room -= max_tokens;
+        if (!index.has_text(text) || max_tokens < 0 || num_tokens < 0 || at > num_values || room < 0) return false;
+    }
+    return true;
+}
+
 }  // namespace
 }  // namespace foreword
 
+using foreword::InputError;
+using foreword::QUERY_HEAD;
 using foreword::SuffixIndex;
 
 extern "C" {
 
-// never: a byte for each id, 1 for ids that are neither matched nor drafted. Null if memory is short.
+// never: a byte for each id, 1 for ids that are neither matched nor drafted. Null if memory is short, or without doubts.
 SuffixIndex* foreword_suffix_new(
     int32_t corpus_slots, const double* doubts, int64_t num_doubts, const uint8_t* never, int64_t num_never
 ) {
+    if (num_doubts < 1 || num_never < 0 || corpus_slots > foreword::MAX_SLOTS) return nullptr;
     try {
         const std::vector<uint8_t> flags(never, never + num_never);
         return new SuffixIndex(corpus_slots, {doubts, doubts + num_doubts}, flags);
@@ -347,25 +374,29 @@ int32_t foreword_suffix_start(SuffixIndex* index, uint32_t owner) {
     }
 }
 
-void foreword_suffix_finish(SuffixIndex* index, int32_t text, const int32_t* output, int64_t count) {
+InputError foreword_suffix_finish(SuffixIndex* index, int32_t text, const int32_t* output, int64_t count) {
+    if (!index->has_text(text) || count < 0) return InputError::TEXT;
     index->finish(text, output, count);
+    return InputError::NONE;
 }
 
 int64_t foreword_suffix_num_texts(const SuffixIndex* index) { return index->num_texts(); }
 
-// Each query is [text, max_tokens, count, count tokens]. Drafts are concatenated in token_ids and confidence, which have
-// room for the sum of max_tokens; lengths has one entry per query. Returns the number of queries answered: fewer than all
-// if memory is short.
+// Each query is [text, max_tokens, count, count tokens], num_values in all. Drafts are concatenated in token_ids and
+// confidence, which have `room` entries, enough for the sum of max_tokens; lengths has one entry per query. Returns the number
+// of queries answered: fewer than all if memory is short, -1 if one of them is not valid.
 int64_t foreword_suffix_propose(
-    SuffixIndex* index, const int32_t* queries, int64_t count, int32_t* lengths, int32_t* token_ids, double* confidence
+    SuffixIndex* index, const int32_t* queries, int64_t num_values, int64_t count, int32_t* lengths, int64_t room,
+    int32_t* token_ids, double* confidence
 ) {
+    if (!foreword::are_valid(*index, queries, num_values, count, room)) return -1;
     for (int64_t i = 0; i < count; i++) {
         try {
-            lengths[i] = index->propose(queries[0], queries[1], queries + 3, queries[2], token_ids, confidence);
+            lengths[i] = index->propose(queries[0], queries[1], queries + QUERY_HEAD, queries[2], token_ids, confidence);
         } catch (const std::bad_alloc&) {
             return i;
         }
-        queries += 3 + queries[2];
+        queries += QUERY_HEAD + queries[2];
         token_ids += lengths[i];
         confidence += lengths[i];
     }

@@ -153,13 +153,20 @@ void apply_min_p_row(Row row, double p) {
     if (row_max.finite && p > 0) mask_below(row, row_max.value, portable_log(std::max(p, DBL_MIN)));
 }
 
-// body(row, r, first, end) for the ids of each row; starts[r] is the first id of row r.
+// body(row, r, first, end) for the ids of each row, of num_ids in all; starts[r] is the first id of row r.
 template <class Body>
-void each_row_of_ids(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const Body& body) {
+InputError each_row_of_ids(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, int64_t num_ids,
+                           const Body& body) {
+    const bool ascending = std::is_sorted(starts, starts + num_rows + 1);
+    if (!ascending || starts[0] < 0 || starts[num_rows] > num_ids) return InputError::ID_STARTS;
     const auto one = [&](int64_t r, int) { body(Row{logits + r * width, width}, r, starts[r], starts[r + 1]); };
     const FloatMode mode;
-    if (starts[num_rows] >= MIN_PARALLEL_VALUES) return cpu->pool().run(num_rows, one);
-    for (int64_t r = 0; r < num_rows; r++) one(r, 0);
+    if (starts[num_rows] >= MIN_PARALLEL_VALUES) {
+        cpu->pool().run(num_rows, one);
+    } else {
+        for (int64_t r = 0; r < num_rows; r++) one(r, 0);
+    }
+    return InputError::NONE;
 }
 
 }  // namespace foreword
@@ -218,17 +225,17 @@ void foreword_exclude_top(CpuContext* cpu, float* logits, int64_t num_rows, int6
     });
 }
 
-void foreword_add_at(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const int64_t* ids,
-                     const float* biases) {
-    each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t, int64_t first, int64_t end) {
+InputError foreword_add_at(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts,
+                           const int64_t* ids, int64_t num_ids, const float* biases) {
+    return each_row_of_ids(cpu, logits, num_rows, width, starts, num_ids, [&](Row row, int64_t, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++)
             if (has_id(row, ids[i])) row.values[ids[i]] += biases[i];
     });
 }
 
-void foreword_penalize(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts,
-                       const int64_t* ids, const float* penalties) {
-    each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t r, int64_t first, int64_t end) {
+InputError foreword_penalize(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts,
+                             const int64_t* ids, int64_t num_ids, const float* penalties) {
+    return each_row_of_ids(cpu, logits, num_rows, width, starts, num_ids, [&](Row row, int64_t r, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {
             if (!has_id(row, ids[i])) continue;
             float& value = row.values[ids[i]];

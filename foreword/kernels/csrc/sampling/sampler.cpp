@@ -77,8 +77,10 @@ void foreword_log_sum_exp(CpuContext* cpu, const float* logits, int64_t num_rows
     each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { out[r] = log_sum_exp_row(row); });
 }
 
-void foreword_top_ids(CpuContext* cpu, const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
+InputError foreword_top_ids(CpuContext* cpu, const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
+    if (k < 0 || k > width) return InputError::COUNT;
     each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { top_ids_row(row, k, ids + r * k); });
+    return InputError::NONE;
 }
 
 void foreword_sample(CpuContext* cpu, const float* logits, int64_t num_rows, int64_t width, const int64_t* seeds,
