@@ -248,23 +248,18 @@ class ServedModels:
             if (served := model.names.find(name)) is not None and permissions.may_use(served.names)
         )
 
-    def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
+    async def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
         """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
 
         ignored  further fields to name
         Raises InvalidRequest. Unknown fields of messages and content parts are always ignored.
         """
-        unknown = list(ignored)
-        num_ignored = 0
-        for path, item in body.walk():
-            if item.is_lenient:
-                num_ignored += item.num_unknown()
-                continue
-            for name in item.model_extra or ():
-                unknown.append(f"{path}{name}")
-                if self.config.unknown_fields == "refuse":
-                    field = unknown[-1][:MAX_FIELD_CHARS]
-                    raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
+        found, num_ignored = await self.intake.render_if_large(request, lambda: _find_unknown(body))
+        if found and self.config.unknown_fields == "refuse":
+            path, item, name = found[0]
+            field = f"{path}{name}"[:MAX_FIELD_CHARS]
+            raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
+        unknown = [*ignored, *(f"{path}{name}" for path, _, name in found)]
         if num_ignored:
             self.metrics.on_ignored_fields(num_ignored)
         if unknown:
@@ -294,6 +289,18 @@ class ServedModels:
             self.metrics.set_model(name, memory_bytes, status.waiting_requests)
         self.metrics.set_num_loaded(sum(status.status == "loaded" for status in statuses.values()))
         return self.metrics.render(self.loader.recorders(), with_keys)
+
+
+def _find_unknown(body: StrictModel) -> tuple[list[tuple[str, StrictModel, str]], int]:
+    """Unknown fields as (path of the object, object, name), and the number of those in lenient objects."""
+    found: list[tuple[str, StrictModel, str]] = []
+    num_lenient = 0
+    for path, item in body.walk():
+        if item.is_lenient:
+            num_lenient += item.num_unknown()
+        else:
+            found += [(path, item, name) for name in item.model_extra or ()]
+    return found, num_lenient
 
 
 def _describe_wait(name: str, status: ModelStatus) -> str:

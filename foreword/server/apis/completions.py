@@ -111,7 +111,7 @@ async def completions(
     body: CompletionBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Continue one or several prompts."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     params = server.resolve_params(body.params(server.sampling_defaults))
     prompts = body.prompts()

@@ -78,7 +78,7 @@ async def embeddings(
     body: EmbeddingBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Vectors of texts."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     embedder = get_embedder(server, body.model, permissions)
     context = server.request_context(permissions, body)

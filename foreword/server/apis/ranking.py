@@ -109,7 +109,7 @@ async def rerank(
     body: RerankBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Documents by how well they answer a query, best first."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     scorer, documents = get_scorer(server, body.model, permissions), body.texts()
     pairs = [(body.query, text) for text in documents]
@@ -148,7 +148,7 @@ async def score(
     body: ScoreBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """How well the two texts of each pair match."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     scorer, (pairs, names) = get_scorer(server, body.model, permissions), body.pairs()
     scores = await _score_pairs(server, request, permissions, scorer, pairs, names, body)

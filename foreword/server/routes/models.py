@@ -97,7 +97,7 @@ async def load_model(
     body: LoadModelBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Begin to load a model, and pin it; /v1/models has the progress. Needs an admin key where keys exist."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     models.check_operator(permissions)
     models.loader.load(models.find_allowed(body.model, permissions).name, body.pin)
     return JSONResponse({"success": True, **model_card(models, body.model)})
@@ -108,7 +108,7 @@ async def unload_model(
     body: UnloadModelBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Unload a model once its open requests have ended. Needs an admin key where keys exist."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     models.check_operator(permissions)
     models.loader.unload(models.find_allowed(body.model, permissions).name)
     return JSONResponse({"success": True, **model_card(models, body.model)})
@@ -131,7 +131,7 @@ async def load_lora_adapter(
     body: LoadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Load a LoRA adapter of --lora-dir under a name; needs --allow-runtime-lora-updating."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     base = models.find_allowed(body.base_model_name, permissions)
     _check_allowed(models, base, permissions)
     if any(model is not base and model.names.find(body.lora_name) for model in models.models):
@@ -149,7 +149,7 @@ async def unload_lora_adapter(
     body: UnloadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Forget a LoRA adapter's name at once; answers once its last open request has ended."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     _check_allowed(models, models.find_allowed(body.lora_name, permissions), permissions)
     server = await models.acquire(body.lora_name, permissions, request)
     await server.names.unload_adapter(body.lora_name)

@@ -52,7 +52,7 @@ async def tokenize(
     body: TokenizeBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Token ids of a prompt or of a conversation."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
@@ -68,7 +68,7 @@ async def detokenize(
     body: DetokenizeBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Text of token ids."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
     body.check_num_parts(server.max_model_len)
     for token_id in body.tokens:

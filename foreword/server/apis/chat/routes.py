@@ -18,6 +18,7 @@ from foreword.chat_formats.events import (
     ReasoningText,
 )
 from foreword.chat_formats.tools import NO_TOOLS, ToolUse
+from foreword.core.params import SamplingParams
 from foreword.server.answering.generation import Generation, start_chat
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.chat.body import ChatBody, to_template_messages
@@ -44,13 +45,20 @@ async def chat_completions(
     body: ChatBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Answer a conversation."""
-    models.check_fields(body, request)
+    await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     params = server.resolve_params(body.params(server.sampling_defaults))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params)
     context = server.request_context(permissions, body, body.timeout)
     body.check_num_parts(server.max_model_len)
-    task = ChatTask(
+    task = await server.intake.render_if_large(request, lambda: _read_task(body, params))
+    generation = await start_chat(server, request, context, task, header.id)
+    writer = ChatWriter(server, generation, params.n, header, options, task.tools, body.wants_function_call)
+    return respond(generation, writer, bool(body.stream))
+
+
+def _read_task(body: ChatBody, params: SamplingParams) -> ChatTask:
+    return ChatTask(
         to_template_messages(body.messages),
         params,
         tools=body.tool_use(),
@@ -59,9 +67,6 @@ async def chat_completions(
         add_special_tokens=bool(body.add_special_tokens),
         separate_reasoning=body.wants_separate_reasoning,
     )
-    generation = await start_chat(server, request, context, task, header.id)
-    writer = ChatWriter(server, generation, params.n, header, options, task.tools, body.wants_function_call)
-    return respond(generation, writer, bool(body.stream))
 
 
 class ChatWriter(ChoicesWriter):

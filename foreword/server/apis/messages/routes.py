@@ -44,7 +44,7 @@ async def messages(
     server = await models.acquire(body.model, permissions, request, body.stream)
     params = server.resolve_params(body.params(server.sampling_defaults))
     context = server.request_context(permissions, body, body.timeout)
-    conversation, task = _read_task(body, request, models, server, params)
+    conversation, task = await _read_task(body, request, models, server, params)
     message_id = f"msg_{uuid.uuid4().hex}"
     with conversation.rename_fields():
         generation = await start_chat(server, request, context, task, message_id)
@@ -68,13 +68,13 @@ async def count_tokens(
     """Tokens of the prompt that /v1/messages would render."""
     server = await models.acquire(body.model, permissions, request)
     context = server.request_context(permissions, body)
-    conversation, task = _read_task(body, request, models, server, SamplingParams())
+    conversation, task = await _read_task(body, request, models, server, SamplingParams())
     with conversation.rename_fields():
         count = await count_prompt_tokens(server, request, context, task)
     return JSONResponse({"input_tokens": count})
 
 
-def _read_task(
+async def _read_task(
     body: MessagesBody | CountTokensBody,
     request: Request,
     models: ServedModels,
@@ -82,9 +82,10 @@ def _read_task(
     params: SamplingParams,
 ) -> tuple[MessagesConversation, ChatTask]:
     body.check_num_parts(server.max_model_len)
-    conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
+    takes_images = server.chat_processor.placeholder_id is not None
+    conversation = await server.intake.render_if_large(request, lambda: body.conversation(takes_images))
     tools, skipped = body.tool_use(conversation.referenced)
-    models.check_fields(body, request, ignored=skipped)
+    await models.check_fields(body, request, ignored=skipped)
     task = ChatTask(
         conversation.messages,
         params,

@@ -159,11 +159,13 @@ async def _read_task(
 ) -> tuple[ChatTask, ItemConversation, list[Item]]:
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
     body.check_num_parts(server.max_model_len)
-    named, skipped = body.items()
+    named, skipped = await server.intake.render_if_large(request, body.items)
     tools, skipped_tools = body.tool_use()
-    models.check_fields(body, request, [*skipped, *skipped_tools])
+    await models.check_fields(body, request, [*skipped, *skipped_tools])
     named = await _resolve_references(models, request, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
+    num_bytes: int = request.state.body_bytes
+    earlier: list[NamedItem] = []
     if body.instructions:
         conversation.add_instructions(body.instructions)
     if body.previous_response_id is not None:
@@ -172,10 +174,14 @@ async def _read_task(
         if body.truncation != "auto":
             count = sum(len(entry.item_ids) for entry in chain) + len(named)
             check_num_parts(count, field, server.max_model_len)
-        stored = await _stored_items(models, request, chain)
-        conversation.add([(field, item) for item in stored])
-    conversation.add(named)
-    conversation.finish()
+        earlier = [(field, item) for item in await _stored_items(models, request, chain)]
+        num_bytes += sum(entry.num_bytes for entry in chain)
+
+    def convert() -> None:
+        conversation.add([*earlier, *named])
+        conversation.finish()
+
+    await server.intake.render_if_large(request, convert, num_bytes)
     task = ChatTask(conversation.messages, params, tools, body.reasoning_options(), body.template_kwargs())
     return task, conversation, [item for _, item in named]
 
