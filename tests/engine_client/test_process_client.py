@@ -28,8 +28,10 @@ from foreword.engine_client.router import TICK_S, EngineRouter
 from foreword.errors import (
     CheckpointError,
     ConfigError,
+    DeadlineExceeded,
     EngineDead,
     InvalidRequest,
+    Overloaded,
     RequestFailed,
 )
 from tests.support.checkpoints import write_checkpoint
@@ -284,6 +286,50 @@ async def test_engine_that_always_crashes_is_given_up(checkpoint: Path) -> None:
         await client.dead.wait()
     assert client.readiness.restarts <= MAX_IDLE_CRASHES + 4
     await client.close()
+
+
+@pytest.mark.full
+async def test_deadlines_hold_while_the_engine_is_stopped(client: EngineRouter) -> None:
+    await collect_answers(client, [kind_request("well")])
+    pid = pid_of(client)
+    assert pid is not None
+    stop_process(pid)
+    now_s = time.monotonic()
+    asked = {
+        DeadlineExceeded: replace(kind_request("deadline"), arrival_s=now_s, deadline_s=now_s + 0.3),
+        Overloaded: replace(kind_request("start"), arrival_s=now_s, queue_deadline_s=now_s + 0.3),
+    }
+    events = await asyncio.gather(*(last_event(client, request) for request in asked.values()))
+    stats = client.stats
+    os.kill(pid, signal.SIGCONT)
+    assert [type(one.error) for one in events if isinstance(one, ErrorEvent)] == list(asked)
+    assert stats.requests_waiting == 0 and pid_of(client) == pid
+
+
+@pytest.mark.full
+async def test_dead_fork_server_is_replaced(client: EngineRouter, undisturbed: dict[str, Answer]) -> None:
+    fork_server = process_of(client)._fork_server._process
+    assert fork_server is not None
+    os.kill(fork_server.pid, signal.SIGKILL)
+    got = await collect_answers(client, [kind_request("orphan-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"], "the engine outlives the fork server"
+    os.kill(pid_of(client), signal.SIGKILL)
+    got = await collect_answers(client, [kind_request("again-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"]
+
+
+@pytest.mark.full
+async def test_stopped_fork_server_is_replaced(
+    client: EngineRouter, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foreword.engine_client.engine_process.EXIT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("foreword.engine_client.forkserver.FORK_TIMEOUT_S", 1000.0)
+    fork_server = process_of(client)._fork_server._process
+    assert fork_server is not None
+    stop_process(fork_server.pid)
+    os.kill(pid_of(client), signal.SIGKILL)
+    got = await collect_answers(client, [kind_request("stopped fork server-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"]
 
 
 @pytest.mark.full
