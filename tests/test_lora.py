@@ -111,8 +111,12 @@ PRECISIONS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS if is_full() else ("Q4_K",))
-@pytest.mark.parametrize("cpu_isa", (FORCED_ISA, "reference") if is_full() else (FORCED_ISA,))
+@pytest.mark.parametrize(
+    ("precision", "cpu_isa"),
+    [*((name, FORCED_ISA) for name in PRECISIONS), ("int8", "reference")]
+    if is_full()
+    else [("Q4_K", FORCED_ISA)],
+)
 def test_mixed_adapters_on_quantized_bases(
     pair: tuple[Path, Path, str], precision: str, cpu_isa: str, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """Some hundred inputs for each parser, and the detection of every kind of finding."""
 
+import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -27,6 +28,14 @@ from foreword.errors import CheckpointError
 SLOW = "grammar-worker"  # it starts processes
 ELSEWHERE = set(checkpoint_targets())  # test_fuzz_checkpoints.py
 INPUTS = 120
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """The fuzzer collects garbage to measure memory: objects of other tests would take most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", sorted(set(TARGETS) - {SLOW} - ELSEWHERE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +25,7 @@ INSTRUCTIONS = {
     90: r"wgmma\.mma_async\.sync\.aligned\.m64n{1}k16\.f32\.{0}\.{0}",
 }
 DOT_COLUMNS = {"dense": 64}  # n on Hopper; of other formats: 32
-FORMATS = ("int8", "fp8", "int4", "q8_0")  # with all tiles; of others, the smallest and the largest
+FORMATS = ("int8", "fp8", "int4", "q8_0", "mxfp4", "fp8_blocks", "grouped4_128", "grouped8_64")
 COPY_OF_16_BYTES = r"cp\.async\.cg\.shared\.global.*, 0x10,"
 SOME_DIVISIONS = 8  # of indices, each with a conversion
 HOPPER = torch.device("cuda", 0)
@@ -79,29 +80,29 @@ def source(
 
 
 def sources(capability: int) -> Iterator[KernelSource]:
-    """Every tile of every format, and every split mode, activation and type.
+    """Every tile, format, split mode, activation and type: each format with its largest tile, and a small one.
 
-    Ada (89) has Ampere's instructions: there, the smallest and the largest tile, which may spill or not fit.
+    Ada (89) has Ampere's instructions, and less shared memory: there, the largest tiles, which may not fit, and
+    the smallest of MXFP4, which spills.
     """
     dense, quantized = tiles_of(capability)["dense"], tiles_of(capability)["quantized"]
+    for form in FORMATS:
+        yield source(capability, form, quantized[-1], "serial", "silu")
+    yield source(capability, "mxfp4", quantized[0], "split_k")
+    yield source(capability, "dense", dense[-1], "none", "silu", experts=True)
+    yield source(capability, "int4", quantized[-1], "none", "gpt_oss", experts=True)
     if capability == 89:
-        dense, quantized = dense[:: len(dense) - 1], quantized[:: len(quantized) - 1]
+        yield source(capability, "dense", dense[-1], "split_k")
+        return
     yield from (source(capability, "dense", tile, "split_k") for tile in dense)
-    yield source(capability, "dense", dense[-1], "serial")
     yield source(capability, "dense", dense[-1], "none", "silu")
     yield source(capability, "dense", dense[0], "split_k", "gelu", even=False, x="fp16")
-    for form in FORMATS:
-        yield from (source(capability, form, tile, "split_k") for tile in quantized)
-        yield source(capability, form, quantized[-1], "serial", "silu")
-    for form in ("mxfp4", "fp8_blocks", "grouped4_128", "grouped8_64"):
-        yield source(capability, form, quantized[0], "split_k")
-        yield source(capability, form, quantized[-1], "serial", "silu")
+    small_tiles = itertools.cycle(quantized[:-1])
+    yield from (source(capability, form, next(small_tiles), "split_k") for form in FORMATS if form != "mxfp4")
     yield source(capability, "int4", quantized[0], "none", x="fp16")
-    for tile in (dense[0], dense[-1]):
-        yield source(capability, "dense", tile, "none", "silu", experts=True)
-        yield source(capability, "dense", tile, "serial", experts=True)
+    yield source(capability, "dense", dense[0], "none", "silu", experts=True)
+    yield from (source(capability, "dense", tile, "serial", experts=True) for tile in (dense[0], dense[-1]))
     yield source(capability, "int4", quantized[0], "split_k", "silu", experts=True)
-    yield source(capability, "int4", quantized[-1], "none", "gpt_oss", experts=True)
 
 
 def check(made: KernelBinary, each: KernelSource) -> None:
@@ -111,7 +112,7 @@ def check(made: KernelBinary, each: KernelSource) -> None:
     (product,) = made.products
     assert re.fullmatch(instruction, product.rstrip(";")), product
     # Experts before Hopper: two accumulators of 128 x 128 and the bounds of a tile, between splits of K. On
-    # Ada the smallest tiles of experts and of MXFP4 spill a few registers too.
+    # Ada the smallest tile of MXFP4 spills a few registers too.
     may_spill = capability < 90 and ("row_tiles" in each.arguments or (form, capability) == ("mxfp4", 89))
     assert made.stack <= 16 * may_spill and made.spills <= 9 * may_spill
     assert made.shared <= MAX_SHARED[capability]
