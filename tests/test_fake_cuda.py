@@ -33,7 +33,7 @@ from tests.support.device import DEVICE
 from tests.support.fake_cuda import FakeCuda
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.graph_capture_fake import GraphCapturableOps
-from tests.support.triton_interpreter import exact_dot, patch_once_per_launch
+from tests.support.triton_interpreter import exact_dot, fast_interpreter
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.test_exact_overlap import VOCABULARY, observe
 
@@ -72,7 +72,7 @@ PROMPT = (40, 41, 42, 40, 41, 42, 40, 41)
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few graphs of few rows: the interpreter is slow."""
     monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 2)
-    with patch_once_per_launch(), exact_dot():
+    with fast_interpreter(), exact_dot():
         yield
 
 

@@ -2,7 +2,7 @@
 
 `exact_dot()` gives `tl.dot` one order of summation for every tile shape, as tensor cores have, and correct
 bfloat16 products. `program_order()` runs the programs of a launch in another order.
-`patch_once_per_launch()` saves time. They do not affect compiled kernels.
+`fast_interpreter()` saves time. They do not affect compiled kernels.
 """
 
 from __future__ import annotations
@@ -46,47 +46,88 @@ def program_order(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
 
 
 @contextmanager
-def patch_once_per_launch() -> Iterator[None]:
-    """Patch Triton's language once per launch, not for each device function call."""
+def fast_interpreter() -> Iterator[None]:
+    """Patch Triton's language once, not in each launch and call, and derive each type's properties once."""
     once = _PatchOnce(interpreter._patch_lang)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
-        patch.setattr(
-            interpreter.GridExecutor, "__call__", once.run_launch(interpreter.GridExecutor.__call__)
-        )
-        yield
+        patch.setattr(interpreter, "_get_np_dtype", _call_once(interpreter._get_np_dtype))
+        patch.setattr(tl.core.dtype, "__eq__", _identical_or(tl.core.dtype.__eq__))
+        patch.setattr(tl.core.block_type, "__init__", _init_type_once(tl.core.block_type.__init__))
+        patch.setattr(tl.core.tensor, "__init__", _init_tensor_once(tl.core.tensor.__init__))
+        try:
+            yield
+        finally:
+            once.restore_all()
 
 
 class _PatchOnce:
-    """Replaces the interpreter's `_patch_lang`: patches stay until the end of a launch."""
+    """Replaces the interpreter's `_patch_lang`: patches stay until restore_all()."""
 
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
         self._prepare = prepare
-        self._prepared: set[str] | None = None  # None outside of a launch
+        self._prepared: set[str] = set()
+        self._functions: set[Any] = set()
+        self._scopes: list[Any] = []
 
     def __call__(self, function: Any) -> Any:
-        wanted = {name for name, value in _modules_of(function) if value in (tl, tl.core)}
-        if self._prepared is None:
-            return self._prepare(function)
-        if not wanted <= self._prepared:
-            self._prepared |= wanted
-            self._prepare(function)
+        if function not in self._functions:
+            self._functions.add(function)
+            wanted = {name for name, value in _modules_of(function) if value in (tl, tl.core)}
+            if not wanted <= self._prepared:
+                self._prepared |= wanted
+                self._scopes.append(self._prepare(function))
         return self
 
     def restore(self) -> None:
-        """Nothing: the launch restores its own patches."""
+        """Nothing at the end of a launch."""
 
-    def run_launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def launched(executor: Any, *arguments: Any, **options: Any) -> Any:
-            scope = self._prepare(executor.fn)
-            self._prepared = {name for name, value in _modules_of(executor.fn) if value in (tl, tl.core)}
-            try:
-                return launch(executor, *arguments, **options)
-            finally:
-                self._prepared = None
-                scope.restore()
+    def restore_all(self) -> None:
+        for scope in reversed(self._scopes):
+            scope.restore()
 
-        return launched
+
+def _call_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of a type, by the type's name."""
+    known: dict[str, Any] = {}
+
+    def call_once(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = function(type)
+        return known[type.name]
+
+    return call_once
+
+
+def _identical_or(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _init_type_once(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """block_type.__init__(): the fields of a type by its element and shape."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size if isinstance(size, int) else size.value for size in shape))
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = dict(self.__dict__)
+        self.__dict__.update(known[key])
+
+    return init_once
+
+
+def _init_tensor_once(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """tensor.__init__(): the fields of tensors by the name of their type."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def init_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = {**self.__dict__, "handle": None, "type": None}
+        self.__dict__.update(known[type.name], handle=handle, type=type)
+
+    return init_once
 
 
 def _modules_of(function: Any) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from foreword.kernels import gpu
 from foreword.kernels.triton.backend import TritonOps
 from tests.support.device import DEVICE
 from tests.support.fake_cuda import FakeCuda
-from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, patch_once_per_launch
+from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot
 
 pytestmark = [
     pytest.mark.full,
@@ -31,9 +31,9 @@ CARD = replace(
     DRY_RUN,
     device="cuda",
     large=replace(DRY_RUN.small, name="tiny-large"),
-    streams=(1, 1, 2),
-    fast_streams=(1, 1, 2),
-    batch_sizes=(2, 2),
+    streams=(1, 2),
+    fast_streams=(2,),
+    batch_sizes=(2,),
     num_requests=2,
     check_tokens=2,
     long_contexts=((2, 18),),
@@ -79,7 +79,7 @@ def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(BenchDevice, "idle", idle)
     monkeypatch.setattr(gpu, "_skips_trial", True)
     monkeypatch.setattr(TritonOps, "precompile", lambda *_: None)  # runs all that is captured later
-    with patch_once_per_launch(), exact_dot():
+    with exact_dot():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Patch Triton's language once per launch instead of once per device function call."""
+"""Kernels run in Triton's interpreter, in less time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.triton_interpreter import patch_once_per_launch
+from tests.support.triton_interpreter import fast_interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")
-def prepared_once_for_a_launch() -> Iterator[None]:
-    with patch_once_per_launch():
+def prepared_interpreter() -> Iterator[None]:
+    with fast_interpreter():
         yield

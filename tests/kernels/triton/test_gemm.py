@@ -80,10 +80,10 @@ def source(
 
 
 def sources(capability: int) -> Iterator[KernelSource]:
-    """Every tile, format, split mode, activation and type: each format with its largest tile, and a small one.
+    """Every tile, format, split mode, activation and type; each format with its largest tile and a small one.
 
-    Ada (89) has Ampere's instructions, and less shared memory: there, the largest tiles, which may not fit, and
-    the smallest of MXFP4, which spills.
+    Ada (89) has Ampere's instructions and less shared memory: there, the largest tiles, which may not fit,
+    and the smallest of MXFP4, which spills.
     """
     dense, quantized = tiles_of(capability)["dense"], tiles_of(capability)["quantized"]
     for form in FORMATS:

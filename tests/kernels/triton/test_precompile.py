@@ -59,17 +59,8 @@ def observe_start(model: Path, cache: Path, **options: Any) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize(
-    "variant", ["draft model", *(pytest.param(v, marks=pytest.mark.full) for v in ("plain", "quantized"))]
-)
-def test_all_kernels_are_compiled_in_threads_while_loading(model: Path, tmp_path: Path, variant: str) -> None:
-    options: dict[str, Any] = {}
-    if variant == "draft model":
-        drafter = str(write_model(tmp_path / "drafter", **DRAFTER))
-        options = {"speculate": "draft", "draft_model": drafter, "draft_length": "fixed"}
-    elif variant == "quantized":
-        options = {"quantization": "int4", "kv_cache_dtype": "int8", "speculate": "auto"}
-    report = observe_start(model, tmp_path, **options)
+def check_compiled_while_loading(report: dict[str, Any]) -> None:
+    """All kernels are compiled in threads, before the first launch."""
     kernels = [kernel for kernel in report["kernels"] if not kernel["is_cached"]]
     names = Counter(kernel["name"] for kernel in kernels)
     assert {kernel["name"] for kernel in kernels if not kernel["in_thread"]} == set()
@@ -80,9 +71,20 @@ def test_all_kernels_are_compiled_in_threads_while_loading(model: Path, tmp_path
     assert compiled[-1][0] == compiled[-1][1] and len(compiled) >= len(kernels)
 
 
-@pytest.mark.full
+def test_draft_model_is_compiled_while_loading(model: Path, tmp_path: Path) -> None:
+    drafter = str(write_model(tmp_path / "drafter", **DRAFTER))
+    options = {"speculate": "draft", "draft_model": drafter, "draft_length": "fixed"}
+    check_compiled_while_loading(observe_start(model, tmp_path, **options))
+
+
+def test_quantized_model_is_compiled_while_loading(model: Path, tmp_path: Path) -> None:
+    options = {"quantization": "int4", "kv_cache_dtype": "int8", "speculate": "auto"}
+    check_compiled_while_loading(observe_start(model, tmp_path, **options))
+
+
 def test_warm_start_compiles_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cold, warm = (observe_start(model, tmp_path / "cache", compile=True) for _ in range(2))
+    check_compiled_while_loading(cold)
     kernels = [kernel for kernel in cold["kernels"] if not kernel["is_cached"]]
     assert {kernel["name"] for kernel in kernels} >= {"gemm_kernel", "attend"}
     assert len(warm["kernels"]) >= len(kernels)
