@@ -103,7 +103,6 @@ FULL_ONLY = {
     "server/test_speculation.py",
     "server/test_vision_server.py",
     "test_choices.py",
-    "test_exact_graphs.py",
     "test_exact_overlap.py",
     "test_fake_cuda.py",
     "test_images.py",

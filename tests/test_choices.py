@@ -1,4 +1,4 @@
-"""n choices on every architecture: each equals the n = 1 request with its seed."""
+"""n choices of several architectures: each equals the n = 1 request with its seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from foreword.config.options import Config
 from tests.support.asgi_client import ASGIServer, serving
-from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.images import image_part, png
 from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
@@ -114,22 +114,9 @@ def config(path: Path, **options: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_choices_of_text_models(tmp_path: Path, family: str) -> None:
-    path = write_checkpoint(tmp_path / "model", family, seed=5)
-    await check_choices(config(path, speculate="suffix"), TEXTS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-async def test_choices_of_vision_models(tmp_path: Path, family: str) -> None:
-    path = write_vision_checkpoint(tmp_path / "model", family, seed=5)
-    await check_choices(config(path, speculate="suffix"), PICTURES)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "llava", "qwen2_5_vl"])
-async def test_choices_without_drafters(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("speculate", ["suffix", "off"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llava_next", "qwen2_5_vl"])
+async def test_each_choice_is_the_request_with_its_seed(tmp_path: Path, family: str, speculate: str) -> None:
     is_vision = family in VISION_FAMILIES
     path = (write_vision_checkpoint if is_vision else write_checkpoint)(tmp_path / "model", family, seed=5)
-    await check_choices(config(path, speculate="off"), PICTURES if is_vision else TEXTS)
+    await check_choices(config(path, speculate=speculate), PICTURES if is_vision else TEXTS)

@@ -21,6 +21,7 @@ from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
+from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.overlap_scheduling import OverlapLoop
@@ -382,31 +383,29 @@ def test_repetition_is_detected_at_the_same_token(
     assert "repetition" in reasons
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"speculate": "off"}, {"speculate": "draft"}, {"speculate": "suffix", "draft_length": "adaptive"}],
-)
-def test_equal_on_captured_graphs(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """The device decode loop on a CPU, compared with the same engine without overlap."""
+def test_equal_on_captured_graphs(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device decode loop on a CPU, with and without drafts, compared with an engine without either."""
     monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_, **__: GraphCapturableOps())
-    small = {
-        "draft_length": "fixed",
-        "num_speculative_tokens": 2,
-        "max_num_seqs": 3,
-        "kv_cache_memory": "128tokens",
-        **options,
-    }
+    launched: list[int] = []
+    launch = DeviceDecodeLoop.launch
+
+    def recording(loop: DeviceDecodeLoop, active_slots: Sequence[int], num_draft_tokens: int) -> None:
+        launched.append(num_draft_tokens)
+        launch(loop, active_slots, num_draft_tokens)
+
+    monkeypatch.setattr(DeviceDecodeLoop, "launch", recording)
+    small = {"num_speculative_tokens": 2, "max_num_seqs": 3, "kv_cache_memory": "128tokens"}
     visits_ = [
         Visit(REQUESTS[n], 3 * i, 3 * i + 9 if i == 2 else None)
         for i, n in enumerate((0, 7, 3, 6, 4, 11, 8, 12, 14, 17))
     ]
-    off, on = checkpoints.engine(**small, overlap=False), checkpoints.engine(**small)
-    assert off.overlap is None and on.overlap is not None
-    plain, actual = serve(off, visits_), serve(on, visits_)
-    for v in visits_:
-        if v.goes is None:
-            assert observe(actual[v.request.id]) == observe(plain[v.request.id])
-    assert on.overlap.num_device_steps > 0 or "suffix" in small["speculate"]
-    assert on.overlap.num_errors == 0
+    plain = serve(checkpoints.engine(**small, overlap=False), visits_)
+    for speculate, draft_length in (("off", "fixed"), ("draft", "fixed"), ("suffix", "adaptive")):
+        engine = checkpoints.engine(**small, speculate=speculate, draft_length=draft_length)
+        actual = serve(engine, visits_)
+        assert engine.overlap is not None and engine.overlap.num_errors == 0
+        assert speculate == "suffix" or set(launched) == {2 if speculate == "draft" else 0}
+        launched.clear()
+        for v in visits_:
+            if v.goes is None:
+                assert observe(actual[v.request.id]) == observe(plain[v.request.id]), speculate

@@ -1,4 +1,4 @@
-"""A thousand requests on a much too small cache: all tokens are as without load."""
+"""Hundreds of requests on a much too small cache: all tokens are as without load."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from foreword import LLM, SamplingParams
 from tests.support.checkpoints import write_checkpoint
 
-NUM_REQUESTS = 1000
+NUM_REQUESTS = 300
 
 
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
@@ -35,7 +35,7 @@ def answers(path: Path, **options: Any) -> tuple[LLM, list[tuple[int, ...]]]:
     return llm, [output.token_ids for output in outputs]
 
 
-def test_thousand_requests_on_a_small_cache(tmp_path: Path) -> None:
+def test_hundreds_of_requests_on_a_small_cache(tmp_path: Path) -> None:
     """64 at once in 4,000 tokens of cache with speculation, against one at a time without."""
     path = write_checkpoint(tmp_path / "model", "llama", seed=5)
     _, alone = answers(path, max_num_seqs=1, speculate="off", prefix_caching=False)

@@ -26,22 +26,11 @@ foreword_spec_drafts_total{drafter="suffix"} 3
 @pytest.mark.full
 def test_bench_speculate_measures_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
-    categories = {"repeat", "predicted", "agent", "random", "library continuation"}
-    words = [
-        "--concurrency",
-        "2",
-        "--rounds",
-        "1",
-        "--requests",
-        "2",
-        "--max-tokens",
-        "8",
-        "--context",
-        "160",
-    ]
+    categories = {"repeat", "predicted", "agent"}
+    words = ["--concurrency", "2", "--rounds", "1", "--requests", "2", "--max-tokens", "8"]
     config = Config(model=model, speculate="ngram", draft_length="fixed", kv_cache_memory="3000tokens")
     with ServerProcess(config) as server:
-        words += ["--base-url", server.url, "--categories", ",".join(categories)]
+        words += ["--context", "160", "--base-url", server.url, "--categories", ",".join(categories)]
         code = main(["bench", "speculate", *words])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, result["equal"], result["answered_all"]) == (0, True, True)

@@ -25,10 +25,10 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
 
 @pytest.mark.full
 def test_recorded_sessions_are_equal_in_all_modes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = bench(capsys, "--contexts", "2048", *SMALL)
+    code, result = bench(capsys, "--contexts", "2048", "--concurrency", "1", "--rounds", "1")
     assert (code, result["equal"], result["model"]) == (0, True, "recorded answers")
     (cell,) = result["cells"]
-    assert cell["sessions"] == 2 and cell["steps"] >= 2 * 9
+    assert cell["sessions"] == 1 and cell["steps"] >= 9
     assert cell["plain"]["reused"] > 0.97 and set(cell["modes"]) == {"suffix", "auto"}
     assert cell["modes"]["suffix"]["acceptance"] > 0
 
