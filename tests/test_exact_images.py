@@ -22,7 +22,7 @@ from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
-from tests.test_exact import acceptance, outputs_of, pairwise
+from tests.test_exact import acceptance, check_acceptance, differing, make_llm, outputs_of, pairwise
 
 MAX_MODEL_LEN = 239  # one below a block boundary
 
@@ -112,26 +112,18 @@ class Models:
         return {"reads": self.reads, "sees": self.sees, "auto": self.sees}.get(method)
 
 
-def load(models: Models, combination: dict[str, Any], **options: Any) -> LLM:
-    method, _, error_rate = combination["speculate"].partition(" ")
-    drafter = models.drafter(method)
-    return LLM(
-        str(models.model),
-        speculate="draft" if method in ("reads", "sees") else method,
-        draft_length=combination["draft_length"],
-        draft_model=str(drafter) if drafter else None,
-        replay_file=str(models.recording) if method == "replay" else None,
-        replay_error_rate=float(error_rate or 0),
-        num_speculative_tokens=combination["num_speculative_tokens"],
-        max_num_seqs=combination["concurrent"],
-        max_num_batched_tokens=combination["chunk"],
-        prefix_caching=combination["prefix_caching"],
+def load(models: Models, combination: dict[str, Any]) -> LLM:
+    method = combination["speculate"]
+    drafts = {"speculate": "draft"} if method in ("reads", "sees") else {}
+    return make_llm(
+        models.model,
+        models.drafter(method),
+        models.recording,
+        combination | drafts,
         image_cache_memory=combination["image_cache_memory"],
         kv_cache_memory=f"{MAX_MODEL_LEN + 1}tokens" if combination["cache"] == "small" else "8000tokens",
         max_model_len=MAX_MODEL_LEN,
         threads=1,
-        test_mode=True,
-        **options,
     )
 
 
@@ -173,10 +165,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("seeing"))
 
 
-def differing(models: Models, found: list[dict[str, Any]]) -> list[int]:
-    return [i for i, (a, b) in enumerate(zip(models.plain, found, strict=True)) if a != b]
-
-
 def cases() -> list[tuple[str, dict[str, Any]]]:
     """By default one family; in full each under the crowded setting, and in turn under the pairwise ones."""
     families = list(VISION_FAMILIES)
@@ -195,23 +183,13 @@ def test_equal_under_every_setting(made: Made, family: str, combination: dict[st
     models = made[family]
     llm = load(models, combination)
     found = llm.generate(*requests())
-    assert differing(models, outputs_of(found)) == [], "these requests differ from plain decoding"
+    assert differing(models.plain, outputs_of(found)) == [], "these requests differ from plain decoding"
     if combination["prefix_caching"]:
-        assert differing(models, outputs_of(llm.generate(*requests()))) == [], (
+        assert differing(models.plain, outputs_of(llm.generate(*requests()))) == [], (
             "with what is known of the first time"
         )
     llm.check()
     assert not llm.stats.drafter_errors and not llm.stats.faults
     if combination["cache"] == "small" and combination["concurrent"] > 1:
         assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
-    if combination["draft_length"] == "fixed":
-        assert_drafted(combination["speculate"], acceptance(llm))
-
-
-def assert_drafted(speculate: str, accepted: float) -> None:
-    if speculate == "replay 0":
-        assert accepted == 1.0, "the recording is what plain decoding said"
-    elif speculate == "replay 1":
-        assert accepted == 0.0
-    elif speculate != "off":
-        assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
+    check_acceptance(combination, acceptance(llm))
