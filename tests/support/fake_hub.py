@@ -43,7 +43,9 @@ class FakeHub:
 
     @contextmanager
     def running(self) -> Iterator[FakeHub]:
-        thread = threading.Thread(target=self._http.serve_forever)
+        thread = threading.Thread(
+            target=self._http.serve_forever, args=(0.01,)
+        )  # seconds between looks for shutdown()
         thread.start()
         try:
             yield self
