@@ -48,7 +48,7 @@ from foreword.bench.tables import print_table
 from foreword.config.options import Config
 from foreword.demo import MODEL
 
-SIZES = tuple(64 << i for i in range(11))
+SIZES = (8, *(64 << i for i in range(11)))  # the first is what the others are compared with
 MAX_EXPONENT, MAX_SILENCE_S, MAX_INTERPLAY = 1.3, 0.25, 2.0
 MIN_CPU_S, MIN_MIB, MIN_PRODUCT_S = 0.01, 16.0, 0.1  # below these, growth is noise
 MAX_CPU_S, TIMEOUT_S = 2.0, 20.0

@@ -372,6 +372,7 @@ def together(bodies: Mapping[str, Mapping[str, object]]) -> Iterator[Place]:
     for name, make in {
         "stop": lambda count: list_of('"{i}abababab"')(min(count, 64)),
         "allowed_token_ids": alike("5"),
+        "bad_words": list_of('"w{i}"'),
         "logit_bias": lambda count: "{" + repeat(min(count, 1500), '"{i}":1') + "}",
     }.items():
         fields = {"n": num_choices, name: make, "prompt": list_of('"Hi {i}"')}
