@@ -32,8 +32,7 @@ def check_tools(
     schema_field  the field of a tool's schema
     choice_field  the field of `choice` and `allowed`
     """
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools may hold at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
+    check_num_tools(len(tools))
     fields: dict[str, str] = {}
     num_bytes = 0
     for field, tool in tools:
@@ -65,6 +64,12 @@ def check_tools(
         parallel = False  # one tool by name: exactly one call of it
     named = (replace(tool, schema_field=f"{field}.{schema_field}") for field, tool in tools)
     return ToolUse(tuple(named), choice, tuple(allowed), parallel)
+
+
+def check_num_tools(count: int) -> None:
+    """Before any of them is read. Raises InvalidRequest."""
+    if count > MAX_TOOLS:
+        raise InvalidRequest(f"tools may hold at most {MAX_TOOLS} tools, got {count}", "tools")
 
 
 def read_tools(

@@ -19,6 +19,7 @@ GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MAX_LOGPROB_IDS = 128
 MAX_REPEAT_LEN = 256  # tokens; DRY caps longer repeats
 MAX_BREAKERS, MAX_BREAKER_CHARS = 64, 40
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 16_384  # each costs a comparison a row and step
 ON_RUNAWAY_CHOICES = ("warn", "stop", "off")
 TRUNCATION_SIDES = ("left", "right")
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
@@ -171,6 +172,13 @@ class SamplingParams:
         """Convert lists to tuples, and a single string to a tuple of one."""
         for name in ("stop", "bad_words", "dry_sequence_breakers"):
             set_field(self, name, _to_str_tuple(name, getattr(self, name)))
+        num_chars = sum(map(len, self.bad_words))
+        if len(self.bad_words) > MAX_BAD_WORDS or num_chars > MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(
+                f"bad_words may hold {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARS} characters in all, "
+                f"got {len(self.bad_words)} of {num_chars}",
+                "bad_words",
+            )
         for name in ("stop_token_ids", "logprob_token_ids"):
             set_field(self, name, _to_tuple(name, getattr(self, name) or ()))
         if self.logprob_token_ids and self.logprobs is None:

@@ -45,6 +45,34 @@ class SamplingDefaults:
         return params if params.on_runaway is not None else replace(params, on_runaway=self.on_runaway)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedParams:
+    """The texts among the parameters as token ids, for all prompts and choices of a request."""
+
+    bad_words: tuple[tuple[int, ...], ...]
+    dry_breakers: tuple[tuple[int, ...], ...]
+    reasoning_end: tuple[tuple[int, ...], ...]
+    prediction: tuple[int, ...]
+
+
+def encode_params(
+    params: SamplingParams, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
+) -> EncodedParams:
+    """Raises InvalidRequest for texts that cannot be encoded, and a prediction longer than the context.
+
+    vocab_size  ids that the model can sample: sequences with others are left out
+    """
+    bad_words = encode_bad_words(params.bad_words, tokenizer)
+    breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
+    reasoning_end = encode_reasoning_end(params.structured.after, tokenizer) if params.structured else ()
+    bad_words, breakers, reasoning_end = (
+        tuple(ids for ids in sequences if max(ids) < vocab_size)
+        for sequences in (bad_words, breakers, reasoning_end)
+    )
+    prediction = encode_prediction(params.prediction, tokenizer, max_model_len)
+    return EncodedParams(bad_words, breakers, reasoning_end, prediction)
+
+
 def make_requests(
     prompt_ids: Sequence[int],
     params: SamplingParams,
@@ -55,6 +83,7 @@ def make_requests(
     vocab_size: int | None = None,
     images: Sequence[PromptImage] = (),
     image_token_id: int | None = None,
+    encoded: EncodedParams | None = None,
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
@@ -64,6 +93,7 @@ def make_requests(
     vocab_size      of the model; may differ from the tokenizer's
     images          with their positions in the prompt, shared by all choices
     image_token_id  placeholder of image tokens; None: the model takes no images
+    encoded         of the parameters, if several prompts share them
 
     Raises ContextLengthExceeded for a prompt without room for an answer, InvalidRequest for an empty prompt,
     ids outside the vocabulary, placeholders without an image, and a prediction longer than the context.
@@ -81,15 +111,7 @@ def make_requests(
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
         _check_ids(name, getattr(params, name) or (), limit)
     seed, now, filled = resolve_seed(params.seed, defaults.seed), time.monotonic(), defaults.apply(params)
-    bad_words = encode_bad_words(params.bad_words, tokenizer)
-    breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
-    predicted = encode_prediction(params.prediction, tokenizer, max_model_len)
-    reasoning_end = encode_reasoning_end(params.structured.after, tokenizer) if params.structured else ()
-    if limit < tokenizer.vocab_size:  # the model never samples the others
-        bad_words, breakers, reasoning_end = (
-            tuple(ids for ids in sequences if max(ids) < limit)
-            for sequences in (bad_words, breakers, reasoning_end)
-        )
+    texts = encoded or encode_params(params, tokenizer, max_model_len, limit)
     return [
         Request(
             id=f"{request_id}-{index}",
@@ -97,10 +119,10 @@ def make_requests(
             params=filled.for_choice(index, seed),
             seed=(seed + index) & SEED_MASK,
             eos_token_ids=tuple(i for i in tokenizer.eos_token_ids if i < limit),
-            bad_words_ids=bad_words,
-            dry_breakers=breakers,
-            prediction_ids=predicted,
-            reasoning_end_ids=reasoning_end,
+            bad_words_ids=texts.bad_words,
+            dry_breakers=texts.dry_breakers,
+            prediction_ids=texts.prediction,
+            reasoning_end_ids=texts.reasoning_end,
             arrival_s=now,
             images=tuple(images),
         )

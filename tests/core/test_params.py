@@ -38,6 +38,8 @@ from foreword.errors import InvalidRequest
         ("logit_bias", {5: 101}),
         ("logit_bias", {-5: 1}),
         ("bad_words", ("",)),
+        ("bad_words", ("x",) * 1025),
+        ("bad_words", ("x" * 16_385,)),
         ("stop", 5),
         ("stop_token_ids", 5),
         ("allowed_token_ids", 5),

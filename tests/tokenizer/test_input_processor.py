@@ -5,10 +5,12 @@ import pytest
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.tokenizer import input_processor
 from foreword.tokenizer.input_processor import (
     SamplingDefaults,
     encode_bad_words,
     encode_dry_breakers,
+    encode_params,
     encode_prediction,
     encode_reasoning_end,
     make_requests,
@@ -75,6 +77,19 @@ def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], params: dict[
 def test_ids_are_limited_by_the_smaller_vocabulary() -> None:
     with pytest.raises(InvalidRequest, match="ends at 199"):
         make_requests([200], SamplingParams(), TOKENIZER, "x", 100, vocab_size=200)
+
+
+def test_texts_of_several_prompts_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(n=2, bad_words=("ab",), dry_multiplier=1.0, max_tokens=1)
+    encoded = encode_params(params, TOKENIZER, 99, TOKENIZER.vocab_size)
+    alone = [make_requests(ids, params, TOKENIZER, "x", 99) for ids in ([1], [2])]
+    monkeypatch.setattr(input_processor, "encode_params", None)
+    shared = [make_requests(ids, params, TOKENIZER, "x", 99, encoded=encoded) for ids in ([1], [2])]
+    for one, other in zip(alone, shared, strict=True):
+        assert [(each.bad_words_ids, each.dry_breakers) for each in one] == [
+            (each.bad_words_ids, each.dry_breakers) for each in other
+        ]
+        assert other[0].bad_words_ids is encoded.bad_words is other[1].bad_words_ids
 
 
 def test_bad_words_with_and_without_space() -> None:

@@ -33,7 +33,7 @@ from foreword.server.http.middleware import release_body
 from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.chat_processor import ChatPlan, ChatTask, Prompt
-from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
+from foreword.tokenizer.input_processor import EncodedParams, SamplingDefaults, make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 logger = logging.getLogger("foreword.serve")
@@ -111,8 +111,12 @@ def build_requests(
     request_id: str,
     context: RequestContext,
     images: Sequence[PromptImage] = (),
+    encoded: EncodedParams | None = None,
 ) -> list[EngineRequest]:
-    """One request per choice of one prompt; all share the images. Raises InvalidRequest."""
+    """One request per choice of one prompt; all share the images. Raises InvalidRequest.
+
+    encoded  of the parameters, if several prompts share them
+    """
     requests = make_requests(
         prompt_ids,
         params,
@@ -123,6 +127,7 @@ def build_requests(
         vocab_size=server.info().vocab_size,
         images=images,
         image_token_id=server.chat_processor.placeholder_id,
+        encoded=encoded,
     )
     return [
         replace(

@@ -28,6 +28,7 @@ from foreword.server.auth.keys import PermissionsDep
 from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
+from foreword.tokenizer.input_processor import encode_params
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
 
 DEFAULT_MAX_TOKENS = 16
@@ -130,10 +131,14 @@ async def completions(
 
     def build_all_requests() -> list[EngineRequest]:
         token_ids = [tokenize(prompt) for prompt in prompts]
+        vocab_size = min(server.tokenizer.vocab_size, server.info().vocab_size)
+        encoded = encode_params(params, server.tokenizer, server.max_model_len, vocab_size)
         return [
             engine_request
             for i, ids in enumerate(token_ids)
-            for engine_request in build_requests(server, ids, params, f"{header.id}-{i}", context)
+            for engine_request in build_requests(
+                server, ids, params, f"{header.id}-{i}", context, encoded=encoded
+            )
         ]
 
     def echo_text(prompt: TextOrIds, engine_request: EngineRequest) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
-from foreword.chat_formats.tool_validation import check_tools, parse_choice
+from foreword.chat_formats.tool_validation import check_num_tools, check_tools, parse_choice
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
@@ -272,6 +272,7 @@ class ToolsBody(StrictModel):
         """Raises InvalidRequest, Unsupported."""
         if self.tools is None and self.tool_choice is None and self.functions is None:
             return NO_TOOLS
+        check_num_tools(len(self.tools or ()) + len(self.functions or ()))
         if self.functions is None:
             tools = [tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ())]
             choice, allowed = parse_choice(self.tool_choice, "tool_choice")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from foreword.chat_formats.tool_validation import Choice, check_tools
+from foreword.chat_formats.tool_validation import Choice, check_num_tools, check_tools
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
@@ -159,6 +159,7 @@ class ConversationBody(StrictModel):
         tools: list[tuple[str, Tool]] = []
         skipped: list[str] = []
         server_tools: set[str | None] = set()  # names
+        check_num_tools(sum(not tool.defer_loading for tool in self.tools or ()))
         for index, tool in enumerate(self.tools or ()):
             name = f"tools[{index}]"
             if tool.type not in OWN_TOOLS:

@@ -84,7 +84,9 @@ async def _read_task(
     body.check_num_parts(server.max_model_len)
     takes_images = server.chat_processor.placeholder_id is not None
     conversation = await server.intake.render_if_large(request, lambda: body.conversation(takes_images))
-    tools, skipped = body.tool_use(conversation.referenced)
+    tools, skipped = await server.intake.render_if_large(
+        request, lambda: body.tool_use(conversation.referenced)
+    )
     await models.check_fields(body, request, ignored=skipped)
     task = ChatTask(
         conversation.messages,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from foreword.chat_formats.tool_validation import check_tools, parse_choice
+from foreword.chat_formats.tool_validation import check_num_tools, check_tools, parse_choice
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
@@ -170,6 +170,7 @@ class ItemsBody(StrictModel):
         """The tools, and the fields of those that are skipped. Raises InvalidRequest, Unsupported."""
         tools: list[tuple[str, Tool]] = []
         skipped: list[str] = []
+        check_num_tools(sum(len(tool.tools or (tool,)) for tool in self.tools or ()))
         for index, tool in enumerate(self.tools or ()):
             name = f"tools[{index}]"
             if tool.type == "namespace":

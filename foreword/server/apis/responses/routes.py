@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from foreword.core.params import TO_THE_END, SamplingParams
-from foreword.errors import ResponseNotFound, Unsupported
+from foreword.errors import ContextLengthExceeded, InvalidRequest, ResponseNotFound, Unsupported
 from foreword.server.answering.generation import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import check_num_parts
@@ -29,6 +29,7 @@ from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep, ServedModels
 from foreword.tokenizer.chat_processor import ChatTask
 
+MB = 1_000_000
 DEFAULT_ROOM = 8  # truncation: auto leaves an 8th of the context to an answer without max_output_tokens
 
 router = APIRouter(route_class=IntakeRoute)
@@ -160,7 +161,7 @@ async def _read_task(
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
     body.check_num_parts(server.max_model_len)
     named, skipped = await server.intake.render_if_large(request, body.items)
-    tools, skipped_tools = body.tool_use()
+    tools, skipped_tools = await server.intake.render_if_large(request, body.tool_use)
     await models.check_fields(body, request, [*skipped, *skipped_tools])
     named = await _resolve_references(models, request, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
@@ -174,6 +175,7 @@ async def _read_task(
         if body.truncation != "auto":
             count = sum(len(entry.item_ids) for entry in chain) + len(named)
             check_num_parts(count, field, server.max_model_len)
+        _check_stored_bytes(models, sum(entry.num_bytes for entry in chain), field)
         earlier = [(field, item) for item in await _stored_items(models, request, chain)]
         num_bytes += sum(entry.num_bytes for entry in chain)
 
@@ -191,15 +193,31 @@ async def _resolve_references(
 ) -> list[NamedItem]:
     """The stored items in place of references to them. Raises ResponseNotFound."""
     resolved: list[NamedItem] = []
-    known: dict[str, Item] = {}  # stored items by id
+    known: dict[str, Item] = {}  # stored items by id, until they are referred to
+    num_bytes, used = 0, set[str]()
     for name, item in items:
         if item["type"] == "item_reference":
+            if item["id"] in used:
+                raise InvalidRequest(f"{name}.id refers to {item['id']!r:.80} once more", f"{name}.id")
             if item["id"] not in known:
                 entry = models.response_store.find_item(tenant, item["id"], f"{name}.id")
+                num_bytes += entry.num_bytes
+                _check_stored_bytes(models, num_bytes, name)
                 known |= {stored["id"]: stored for stored in await _stored_items(models, request, [entry])}
+            used.add(item["id"])
             item = known[item["id"]]
         resolved.append((name, item))
     return resolved
+
+
+def _check_stored_bytes(models: ServedModels, num_bytes: int, field: str) -> None:
+    """Raises ContextLengthExceeded for stored items that are larger than any body."""
+    limit = models.config.max_body_mb * MB
+    if num_bytes > limit:
+        raise ContextLengthExceeded(
+            f"{field}: the stored items have {num_bytes} bytes, of at most {limit} (--max-body-mb)",
+            field,
+        )
 
 
 async def _stored_items(

@@ -564,6 +564,21 @@ def test_item_reference_is_the_stored_item(served: RunningServer) -> None:
         assert "Stored text" in served.last_prompt()
 
 
+def test_stored_items_are_bounded_by_their_sum() -> None:
+    """3 KB of references to one item made 4 MB of a prompt, and 48 KB half a gigabyte."""
+    with run_server(Config(max_body_mb=1)) as server:
+        server.set_output(FakeOutput("Stored text"))
+        reference = {"type": "item_reference", "id": create(server, input="Hi")["output"][0]["id"]}
+        error = error_of(post(server, input=[reference, {"role": "user", "content": "a"}, reference]))
+        assert error["param"] == "input[2].id" and "once more" in error["message"]
+        previous = None
+        for _ in range(2):
+            response = post(server, input="a" * 600_000, truncation="auto", previous_response_id=previous)
+            previous = response.json().get("id")
+        assert previous is None and error_of(response)["code"] == "context_length_exceeded"
+        server.wait_until_idle()
+
+
 def test_keys_see_only_their_own_responses() -> None:
     with run_server(Config(api_key="alpha,beta"), key="alpha") as server:
         alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
