@@ -118,7 +118,7 @@ class ModelManager:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all engines."""
+        """End all engines, and the worker processes of the intake."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -130,6 +130,7 @@ class ModelManager:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._unloads, return_exceptions=True)
         await asyncio.gather(*(self._close(model) for model in self._models.values()))
+        await self.models.intake.close()
         await self._fork_server.close()
         if self._first_load.done():
             self._first_load.exception()  # perhaps nobody waits any more

@@ -155,7 +155,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             ticker.cancel()
         await asyncio.gather(*tickers, return_exceptions=True)
         request_log.flush(force=True)
-        await models.intake.close()
         await models.usage.close()
 
 
