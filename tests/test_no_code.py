@@ -15,6 +15,10 @@ OWN_PROCESSES = {
     "embedding/encoder_messages.py",
     "engine_client/engine_process.py",
     "grammar/check.py",
+    "grammar/check_worker.py",
+    "server/intake.py",
+    "server/intake_worker.py",
+    "workers/pool.py",  # load_reply() takes no other class than those that its caller names
     "tokenizer/chat_template.py",
 }
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

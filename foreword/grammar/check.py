@@ -11,14 +11,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from foreword.core.structured_output import StructuredOutput, Vocabulary
+from foreword.core.structured_output import ConstraintScope, StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest, OverBudget
 from foreword.grammar import limits
 from foreword.grammar.tool_calls import ConstraintTask, ToolConstraint
-from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
+from foreword.workers.pool import JobFailed, JobLimits, WorkerPool, load_reply
 
 T = TypeVar("T")
 WORKER: Final = "foreword.grammar.check_worker"
+REPLIES: Final = (ToolConstraint, StructuredOutput, ConstraintScope, InvalidRequest)
 MAX_REPLY_BYTES: Final = 64 << 20  # a pickled constraint of tools, with the names of what it drops
 
 
@@ -68,7 +69,7 @@ class GrammarChecker:
         try:
             with self._pool.worker(field) as worker:
                 worker.send(pickle.dumps(job))
-                reply = pickle.loads(worker.receive(MAX_REPLY_BYTES))
+                reply = load_reply(worker.receive(MAX_REPLY_BYTES), REPLIES)
         except JobFailed as error:
             raise OverBudget(f"{field}: {error}", field) from None
         if isinstance(reply, InvalidRequest):

@@ -19,7 +19,7 @@ from foreword.errors import InvalidRequest, OverBudget
 from foreword.server.apis.body import StrictModel
 from foreword.server.fair_threads import FairThreads
 from foreword.utils.threads import run_in_own_thread
-from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
+from foreword.workers.pool import JobFailed, JobLimits, WorkerPool, load_reply
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Intake:
                 reply = worker.receive(WORKER_BYTES + REPLY_FACTOR * len(data))
         except JobFailed as error:
             raise OverBudget(f"the body of {len(data)} bytes cannot be read: {error}") from None
-        body: StrictModel | InvalidRequest = pickle.loads(reply)
+        body: StrictModel | InvalidRequest = load_reply(reply, (StrictModel, InvalidRequest))
         if isinstance(body, InvalidRequest):
             raise body
         return body

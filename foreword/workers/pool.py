@@ -6,6 +6,7 @@ A worker runs `python -m MODULE FD`, where MODULE calls `workers.worker.serve`. 
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,6 +40,27 @@ class JobLimits:
     queue_timeout_s: float  # wait for an idle worker
     start_timeout_s: float = 60.0
     stack_bytes: int = 0  # stack of the thread that runs the jobs; 0: the platform's default
+
+
+def load_reply(data: bytes, bases: tuple[type, ...]) -> Any:
+    """A worker's pickled reply of plain values and instances of `bases`, which this process has imported.
+
+    A worker reads what strangers send: whoever takes one over must not run code here.
+    Raises UnpicklingError for anything else.
+    """
+    return _ReplyUnpickler(data, bases).load()
+
+
+class _ReplyUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, bases: tuple[type, ...]) -> None:
+        super().__init__(BytesIO(data))
+        self._bases = bases
+
+    def find_class(self, module: str, name: str) -> type:
+        found = getattr(sys.modules.get(module), name, None)
+        if isinstance(found, type) and issubclass(found, self._bases):
+            return found
+        raise pickle.UnpicklingError(f"a worker replied with {module}.{name}")
 
 
 class WorkerPool:

@@ -72,6 +72,7 @@ async def test_a_death_is_the_fault_of_one(checker: GrammarChecker) -> None:
         *(asyncio.to_thread(checker.check, each) for each in [deadly, *others]), return_exceptions=True
     )
     assert isinstance(results[0], InvalidRequest) and results[1:] == [None] * 3
+    checker.check(StructuredOutput("regex", "by the next worker"))
     assert _workers(checker) != before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from foreword.errors import Overloaded, RequestFailed, ShuttingDown
-from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
+from foreword.core.structured_output import StructuredOutput
+from foreword.errors import InvalidRequest, OverBudget, Overloaded, RequestFailed, ShuttingDown
+from foreword.workers.pool import JobFailed, JobLimits, WorkerPool, load_reply
 from tests.support.waiting import WAIT_S, wait_until
 
 MODULE = "tests.support.echo_worker"
@@ -224,3 +227,23 @@ def test_worker_ends_with_its_parent() -> None:
     )
     stat = Path(f"/proc/{int(parent.stdout)}/stat")
     wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+class _Known:
+    """A class of replies."""
+
+
+class _Foreign:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def test_replies_hold_no_other_classes() -> None:
+    """A worker that a request has taken over runs nothing in the server."""
+    plain = {"a": [1, 2.5, None, ("x", {"y"})]}
+    assert load_reply(pickle.dumps(plain), ()) == plain
+    assert isinstance(load_reply(pickle.dumps(_Known()), (_Known,)), _Known)
+    for foreign in (_Foreign(), _Known(), os.system, pickle.loads, StructuredOutput("regex", "a")):
+        with pytest.raises(pickle.UnpicklingError, match="a worker replied with"):
+            load_reply(pickle.dumps(foreign), (InvalidRequest,))
+    assert str(load_reply(pickle.dumps(OverBudget("no", "field")), (InvalidRequest,))) == "no"

@@ -81,12 +81,13 @@ export class Chat {
   /** Show a conversation by its id, or an empty one with a prompt that is not sent. */
   async open(id, draft = {}) {
     await this.ready;
+    const isFirst = !this.current;  // then the page may have been typed into already
     this.current = this.conversations.find(item => item.id === id) || null;
     if (!this.current) {
       const settings = { ...store.readSetting("settings", {}) };
       if (draft.system) settings.system = draft.system;
       this.current = { id: store.newId(), title: "", created: Date.now(), updated: Date.now(), settings, messages: [] };
-      this.input.value = draft.prompt || "";
+      this.input.value = draft.prompt || (isFirst ? this.input.value : "");
     }
     this.toggle(null);
     this.sticks = true;
@@ -274,6 +275,7 @@ export class Chat {
   }
 
   send() {
+    if (!this.current) return void setTimeout(() => this.send(), 50);  // no conversation is open yet
     const content = this.input.value.trim(), { images, files } = this.attached;
     if (this.runs.has(this.current.id) || !(content || images.length || files.length)) return;
     this.input.value = "";
