@@ -50,7 +50,7 @@ SAMPLES: Mapping[str, dict[str, Any]] = {
     "OutputFormatBody": {"type": "json_schema", "schema": OBJECT_SCHEMA},
 }
 ONE_TOOL = [SAMPLES["ChatTool"]]
-# Fields that a field needs beside it, or forbids.
+# Fields that must be sent together, or must not be.
 NEEDS: Mapping[Key, dict[str, Any]] = {
     ("ChatBody", "tool_choice"): {"tools": ONE_TOOL},
     ("ChatBody", "function_call"): {"functions": [SAMPLES["FunctionBody"]]},
@@ -116,7 +116,7 @@ class Place:
     parts: tuple[tuple[str, Make], ...]  # marks, and what replaces them
 
     def body(self, *sizes: int) -> bytes:
-        """The body with so many elements at each part; one size is that of all."""
+        """The body with `sizes` elements at its parts, or one size at all of them."""
         text = json.dumps(self.template)
         for (mark, make), size in zip(self.parts, sizes * (len(self.parts) // len(sizes)), strict=True):
             text = text.replace(f'"{mark}"', make(size))

@@ -475,7 +475,7 @@ class LLM:
 
 
 def _one_for_each(values: Any, single: type | tuple[type, ...], count: int, name: str) -> list[Any]:
-    """A value for each prompt: that of all, or those of a list. Raises InvalidRequest for too few or many."""
+    """One value for each prompt, from a single value or a list of them. Raises InvalidRequest."""
     if isinstance(values, single):
         return [values] * count
     if len(values) != count:

@@ -18,7 +18,8 @@ REJECT_REASONS = (
     "queue",
     "queue_tokens",
     "queue_timeout",
-    "intake",
+    "intake_queue",
+    "over_budget",
     "image_memory",
     "image_queue",
     "rate_requests",
@@ -126,7 +127,7 @@ CATALOG = (
     Metric(
         "event_loop_stall_seconds",
         "histogram",
-        "Stalls of the API process of 0.05 s and more, in which it answers nobody.",
+        "Stalls of the event loop of the API process, of 0.05 s and more: no request is answered meanwhile.",
         buckets=STALL_BUCKETS_S,
         of_model=False,
         of_server=True,

@@ -97,7 +97,7 @@ class FairThreads:
         """
         name             of the work, in errors: "chat templates"
         queue_timeout_s  longest wait for a thread
-        on_refusal       called with "intake" for work that has waited as long
+        on_refusal       called with "intake_queue" for work that has waited as long
         """
         self._name = name
         self._queue_timeout_s = queue_timeout_s
@@ -112,7 +112,7 @@ class FairThreads:
         try:
             await self._permits.acquire(fairness_key, self._queue_timeout_s)
         except TimeoutError:
-            self._on_refusal("intake")
+            self._on_refusal("intake_queue")
             raise Overloaded(
                 f"the request waited {self._queue_timeout_s:g} s for the {self._name} of other requests; "
                 f"try again in {RETRY_AFTER_S:g} s",

@@ -26,25 +26,28 @@ T = TypeVar("T")
 _body_classes: dict[type[StrictModel], None] = {}  # of all routes; workers know them from their start
 WORKER = "foreword.server.intake_worker"
 INLINE_BYTES = 64 * 1024  # largest body that is read on the event loop
+INLINE_OBJECTS = 2048  # most objects in it: each takes some 25 us
 INLINE_WORK_BYTES = 16 * 1024  # largest body whose text is tokenized there
 NUM_WORKERS = 3  # processes and threads for each kind of work; a key holds all but one of them at most
 QUEUE_TIMEOUT_S = 30.0
-CPU_S, CPU_S_PER_MB = 1.0, 0.5  # for a body; the dearest JSON, of small objects, takes a fifth
+CPU_S, CPU_S_PER_MB = 1.0, 2.0  # for a body; messages of one character take 0.7 s a MB
+WALL_S = 120.0  # bounds stalls on an overloaded machine
 WORKER_BYTES = 256 << 20  # memory of a worker beside that in proportion to the largest body
 MEMORY_FACTOR = 48  # JSON of empty lists takes 38 times its bytes
-REPLY_FACTOR = 16  # most bytes of a pickled body, in bytes of its JSON
+REPLY_FACTOR = 24  # most bytes of a pickled body, in bytes of its JSON: of empty objects 21
 
 
 class Intake:
     """Threads and worker processes for requests that the engine does not have yet. Shared by all models."""
 
     def __init__(self, max_body_bytes: int, on_refusal: Callable[[str], None]) -> None:
-        """`on_refusal` is called with "intake" for work that exceeds its limit, or waits too long."""
+        """`on_refusal` is called with "over_budget" or "intake_queue" for each refusal."""
         limits = JobLimits(
-            cpu_s=CPU_S + CPU_S_PER_MB * max_body_bytes / 1e6,
-            wall_s=60.0,
+            cpu_s=CPU_S,
+            wall_s=WALL_S,
             num_bytes=WORKER_BYTES + MEMORY_FACTOR * max_body_bytes,
             queue_timeout_s=QUEUE_TIMEOUT_S,
+            cpu_s_per_mb=CPU_S_PER_MB,
         )
         self._pool = WorkerPool(WORKER, "read", lambda: tuple(_body_classes), limits, NUM_WORKERS)
         self._on_refusal = on_refusal
@@ -64,10 +67,9 @@ class Intake:
         return await self._run(self._readers, request, work)
 
     def _read(self, body_class: type[StrictModel], data: bytes, max_parts: int | None) -> StrictModel:
-        cpu_s = CPU_S + CPU_S_PER_MB * len(data) / 1e6
         try:
             with self._pool.worker("the body") as worker:
-                worker.send(pickle.dumps((body_class, max_parts, cpu_s)))
+                worker.send(pickle.dumps((body_class, max_parts)))
                 worker.send(data)
                 reply = worker.receive(WORKER_BYTES + REPLY_FACTOR * len(data))
         except JobFailed as error:
@@ -81,10 +83,10 @@ class Intake:
         """Run work that makes a prompt: its chat template, in a process, and tokenization."""
         return await self._run(self._renderers, request, work)
 
-    async def render_if_large(
+    async def offload_if_large(
         self, request: Request, work: Callable[[], T], num_bytes: int | None = None
     ) -> T:
-        """As render(), for work without a template: of few bytes (default: the body's) it is done at once."""
+        """Run work without a template beside prompts; at once for few bytes (default: the body's)."""
         if (request.state.body_bytes if num_bytes is None else num_bytes) <= INLINE_WORK_BYTES:
             return work()
         return await self.render(request, work)
@@ -97,7 +99,7 @@ class Intake:
         try:
             return await threads.run(request.state.access.fairness_key, work)
         except OverBudget:
-            self._on_refusal("intake")
+            self._on_refusal("over_budget")
             raise
 
     async def close(self) -> None:
@@ -119,13 +121,20 @@ class IntakeRoute(APIRoute):
             _body_classes[body_class] = None
 
         async def read_and_answer(request: Request) -> Response:
-            if body_class is not None and request.state.body_bytes > INLINE_BYTES and _is_json(request):
+            if body_class is not None and _is_json(request) and await _is_large(request):
                 models = request.app.state.models
                 # Starlette's cache of request.json().
                 request._json = await models.intake.read_body(request, body_class, models.max_model_len)
             return await answer(request)
 
         return read_and_answer
+
+
+async def _is_large(request: Request) -> bool:
+    """Whether the body takes so long to read that the event loop must go on meanwhile."""
+    if request.state.body_bytes > INLINE_BYTES:
+        return True
+    return (await request.body()).count(b"{") > INLINE_OBJECTS
 
 
 def _is_json(request: Request) -> bool:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from foreword.errors import InvalidRequest
 from foreword.server.apis.body import StrictModel
 from foreword.server.http.errors import validation_error
-from foreword.workers.worker import limit_cpu, serve
+from foreword.workers.worker import receive_job, serve
 
 UNREADABLE: Final = "There was an error parsing the body"  # FastAPI's words
 
@@ -43,16 +43,15 @@ def _adapter(body_class: type[StrictModel]) -> TypeAdapter[Any]:
 
 
 def start(body_classes: Sequence[type[StrictModel]]) -> Callable[[Connection], None]:
-    """Returns the handler of jobs (body class, most parts, CPU seconds), each followed by a body."""
+    """Returns the handler of bodies, each after its class and the most parts that it may hold."""
     for body_class in body_classes:
         _adapter(body_class)  # now: a job's CPU time is limited
 
     def handle(connection: Connection) -> None:
-        body_class, max_parts, cpu_s = connection.recv()
-        limit_cpu(cpu_s)
+        body_class, max_parts = connection.recv()
         reply: StrictModel | InvalidRequest
         try:
-            reply = body = read_body(body_class, connection.recv_bytes())
+            reply = body = read_body(body_class, receive_job(connection))
             body.check_num_parts(max_parts)
         except InvalidRequest as error:
             reply = error

@@ -254,7 +254,7 @@ class ServedModels:
         ignored  further fields to name
         Raises InvalidRequest. Unknown fields of messages and content parts are always ignored.
         """
-        found, num_ignored = await self.intake.render_if_large(request, lambda: _find_unknown(body))
+        found, num_ignored = await self.intake.offload_if_large(request, lambda: _find_unknown(body))
         if found and self.config.unknown_fields == "refuse":
             path, item, name = found[0]
             field = f"{path}{name}"[:MAX_FIELD_CHARS]

@@ -55,7 +55,7 @@ class StallMonitor:
         if stall_s >= WARN_S and now_s >= self._next_warning_s:
             self._next_warning_s = now_s + WARN_INTERVAL_S
             seen_s, text = self._culprit
-            where = text if seen_s == due_s else "of code that was not seen"
+            where = text if seen_s == due_s else "in unknown code"
             logger.warning("the event loop stood still for %.2f s %s", stall_s, where)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int, ended: threading.Event) -> None:

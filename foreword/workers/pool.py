@@ -38,6 +38,7 @@ class JobLimits:
     wall_s: float  # wait for a reply: bounds stalls on an overloaded machine
     num_bytes: int  # address space beyond that of the started worker
     queue_timeout_s: float  # wait for an idle worker
+    cpu_s_per_mb: float = 0.0  # CPU time beside cpu_s, for jobs that the worker reads by receive_job()
     start_timeout_s: float = 60.0
     stack_bytes: int = 0  # stack of the thread that runs the jobs; 0: the platform's default
 
@@ -94,12 +95,13 @@ class WorkerPool:
         try:
             with worker.lock:
                 worker.connect()
+                worker.job_bytes = 0
                 try:
                     yield worker
                 except TimeoutError:
-                    raise self._exit_error(field, worker.reap(kill=True)) from None
+                    raise self._exit_error(field, worker.reap(kill=True), worker.job_bytes) from None
                 except (EOFError, OSError):
-                    raise self._exit_error(field, worker.reap()) from None
+                    raise self._exit_error(field, worker.reap(), worker.job_bytes) from None
                 except BaseException:
                     worker.reap(kill=True)
                     raise
@@ -117,11 +119,12 @@ class WorkerPool:
         message = f"{field}: no worker was free to {self.verb} it within {timeout_s:g} s; try again later"
         return Overloaded(message, field)
 
-    def _exit_error(self, field: str, exit_code: int) -> JobFailed | ForewordError:
+    def _exit_error(self, field: str, exit_code: int, job_bytes: int) -> JobFailed | ForewordError:
         if self.closed:
             return ShuttingDown("the server shuts down")
         if exit_code == -signal.SIGPROF:
-            return JobFailed(f"it takes more than {self.limits.cpu_s:g} s of CPU time to {self.verb}")
+            cpu_s = self.limits.cpu_s + self.limits.cpu_s_per_mb * job_bytes / 1e6
+            return JobFailed(f"it takes more than {cpu_s:.3g} s of CPU time to {self.verb}")
         if exit_code == -signal.SIGKILL:  # the wall-time limit, or the kernel's OOM killer
             return Overloaded(f"{field}: the machine is too busy to {self.verb} it; try again later", field)
         return JobFailed(f"the worker crashed or ran out of memory when it tried to {self.verb} it")
@@ -133,11 +136,13 @@ class Worker:
     def __init__(self, pool: WorkerPool) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.job_bytes = 0  # sent for the job that runs
         self._connection: Connection | None = None
         self._pool = pool
 
     def send(self, data: bytes) -> None:
         assert self._connection is not None
+        self.job_bytes = max(self.job_bytes, len(data))  # beside the job, a message is short
         self._connection.send_bytes(data)
 
     def receive(self, max_bytes: int) -> bytes:
@@ -157,7 +162,9 @@ class Worker:
                 return
             self.reap()
         limits = self._pool.limits
-        setup = WorkerSetup(self._pool.load(), limits.cpu_s, limits.num_bytes, limits.stack_bytes)
+        setup = WorkerSetup(
+            self._pool.load(), limits.cpu_s, limits.cpu_s_per_mb, limits.num_bytes, limits.stack_bytes
+        )
         try:
             self.process, connection = spawn(self._pool.module, stdout=subprocess.DEVNULL)
         except OSError as error:  # no processes or files left

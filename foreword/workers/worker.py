@@ -14,6 +14,8 @@ from typing import Any, Final
 READY: Final = b"ready"
 STATM: Final = "/proc/self/statm"
 
+_cpu_s = _cpu_s_per_mb = 0.0  # of the setup
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -21,6 +23,7 @@ class WorkerSetup:
 
     value: Any  # passed to `start`
     cpu_s: float
+    cpu_s_per_mb: float
     num_bytes: int
     stack_bytes: int
 
@@ -48,20 +51,24 @@ def serve(fd: int, start: Callable[[Any], Callable[[Connection], None]]) -> int:
 def _serve_jobs(
     connection: Connection, setup: WorkerSetup, start: Callable[[Any], Callable[[Connection], None]]
 ) -> None:
+    global _cpu_s, _cpu_s_per_mb
+    _cpu_s, _cpu_s_per_mb = setup.cpu_s, setup.cpu_s_per_mb
     handle = start(setup.value)
     try:
         _confine(setup.num_bytes)
         connection.send_bytes(READY)
         while True:
-            limit_cpu(setup.cpu_s)  # stands still in recv()
+            signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)  # CPU time: stands still in recv()
             handle(connection)
     except (EOFError, OSError):
         return  # the pool is gone
 
 
-def limit_cpu(cpu_s: float) -> None:
-    """Limit the CPU time of this job from now on; a handler calls it once it knows the job."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+def receive_job(connection: Connection) -> bytes:
+    """A job, which from now on may take CPU time in proportion to its bytes: JobLimits.cpu_s_per_mb."""
+    data = connection.recv_bytes()
+    signal.setitimer(signal.ITIMER_PROF, _cpu_s + _cpu_s_per_mb * len(data) / 1e6)
+    return data
 
 
 def _confine(num_bytes: int) -> None:

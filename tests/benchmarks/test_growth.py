@@ -110,7 +110,7 @@ def exact_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts have no noise, so that small sizes do."""
     monkeypatch.setattr(growth, "MAX_EXPONENT", 1.2)
     monkeypatch.setattr(growth, "MAX_CPU_S", float("inf"))
-    for name in ("INLINE_BYTES", "INLINE_WORK_BYTES"):  # a worker's lines are not counted
+    for name in ("INLINE_BYTES", "INLINE_OBJECTS", "INLINE_WORK_BYTES"):  # a worker's lines are not counted
         monkeypatch.setattr(intake, name, 1 << 40)
 
 

@@ -142,6 +142,6 @@ async def test_wait_is_bounded_and_counted() -> None:
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match=r"waited 0\.01 s for the prompts of other requests"):
         await threads.run("b", lambda: None)
-    assert refused == ["intake"]
+    assert refused == ["intake_queue"]
     go.set()
     await task

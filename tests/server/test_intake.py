@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -60,13 +62,19 @@ BODIES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
+@asynccontextmanager
+async def open_client() -> AsyncIterator[httpx.AsyncClient]:
     async with (
         open_app(FakeEngineClient(), Config(max_body_mb=1, seed=1)) as app,
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=WAIT_S) as client,
     ):
+        yield client
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with open_client() as client:
         yield client
 
 
@@ -100,6 +108,18 @@ async def test_worker_reads_bodies_as_the_event_loop_does(
             answers.append(await http.post(path, content=content, headers=headers))
         assert without_ids(answers[0]) == without_ids(answers[1]), content[:200]
     assert len(read) == len(BODIES)
+
+
+async def test_small_body_of_many_objects_is_read_by_a_worker(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 KB of empty items took 0.4 s of the event loop."""
+    read: list[int] = []
+    read_in_worker = Intake._read
+    monkeypatch.setattr(Intake, "_read", lambda *args: read.append(1) or read_in_worker(*args))
+    for count in (module.INLINE_OBJECTS - 1, module.INLINE_OBJECTS):
+        response = await http.post(RESPONSES, json={"input": [{}] * count})
+        assert response.status_code == 400 and len(read) == (count == module.INLINE_OBJECTS)
 
 
 async def test_other_content_types_are_refused_as_before(
@@ -138,14 +158,21 @@ def test_parts_are_counted_before_the_body_comes_back(intake: Intake) -> None:
     assert isinstance(made, ChatBody) and made == read_body(ChatBody, body)
 
 
-def test_cpu_time_is_limited_by_the_bytes(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CPU_S", 1e-6)
-    monkeypatch.setattr(module, "CPU_S_PER_MB", 0.0)
+def test_cpu_time_is_limited_by_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the limit of this body."""
+    monkeypatch.setattr(module, "CPU_S", 0.001)
+    monkeypatch.setattr(module, "CPU_S_PER_MB", 0.02)
+    intake = Intake(1_000_000, lambda reason: None)
     body = json.dumps({"messages": [{"role": "user", "content": [{"type": "text"}] * 8}] * 2000}).encode()
-    with pytest.raises(OverBudget, match=f"the body of {len(body)} bytes cannot be read: it takes more than"):
-        intake._read(ChatBody, body, None)
-    monkeypatch.undo()
-    assert isinstance(intake._read(ChatBody, body, None), ChatBody)  # by the next worker
+    limit = f"it takes more than {0.001 + 0.02 * len(body) / 1e6:.3g} s of CPU time to read"
+    try:
+        with pytest.raises(OverBudget, match=f"the body of {len(body)} bytes cannot be read: {limit}"):
+            intake._read(ChatBody, body, None)
+        monkeypatch.undo()
+        intake._pool.limits = replace(intake._pool.limits, cpu_s=1.0, cpu_s_per_mb=2.0)
+        assert isinstance(intake._read(ChatBody, body, None), ChatBody)  # by the next worker
+    finally:
+        intake._pool.close()
 
 
 def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,25 +185,20 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         intake._pool.close()
 
 
-async def test_over_budget_is_counted_by_reason(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "INLINE_BYTES", 0)
-    monkeypatch.setattr(module, "CPU_S", 1e-6)
+async def test_over_budget_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CPU_S", 0.001)
     monkeypatch.setattr(module, "CPU_S_PER_MB", 0.0)
-    body = {"messages": [{"role": "user", "content": "Hi" * 20}] * 8000}
-    response = await http.post(CHAT, json=body)
-    assert response.status_code == 400 and response.json()["error"]["code"] == "over_budget"
-    metrics = (await http.get("/metrics")).text
-    assert "foreword_requests_rejected_total{" in metrics
-    assert any('reason="intake"' in line and line.endswith(" 1.0") for line in metrics.splitlines())
-    monkeypatch.undo()
-    assert (await http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})).status_code == 200
+    async with open_client() as http:
+        response = await http.post(CHAT, json={"messages": [{"role": "user", "content": "Hi"}] * 8000})
+        assert response.status_code == 400 and response.json()["error"]["code"] == "over_budget"
+        metrics = (await http.get("/metrics")).text
+        assert any('reason="over_budget"' in line and line.endswith(" 1.0") for line in metrics.splitlines())
+        assert (await http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})).status_code == 200
 
 
 @pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
 async def test_large_prompt_is_tokenized_in_a_thread(intake: Intake, size: int, elsewhere: bool) -> None:
     access = KeyPermissions("", "", UsageMeter())
     request = Request({"type": "http", "state": {"body_bytes": size, "access": access}})
-    thread = await intake.render_if_large(request, threading.get_ident)
+    thread = await intake.offload_if_large(request, threading.get_ident)
     assert (thread != threading.get_ident()) == elsewhere

@@ -56,7 +56,7 @@ async def start_chat(
     ):
         prompt = await build_prompt(server, request, context, task, resources)
         plan = await _plan(server, request, task, prompt)
-        requests = await server.intake.render_if_large(
+        requests = await server.intake.offload_if_large(
             request,
             lambda: build_requests(server, prompt.token_ids, plan.params, request_id, context, prompt.images),
         )

@@ -146,7 +146,7 @@ async def completions(
             return prompt
         return server.tokenizer.decode(engine_request.prompt_ids)
 
-    requests = await server.intake.render_if_large(request, build_all_requests)
+    requests = await server.intake.offload_if_large(request, build_all_requests)
     generation = Generation(server, requests, context, body.prompt_only)
     firsts = requests[:: params.n]
     echo = list(map(echo_text, prompts, firsts)) if body.echo else None

@@ -88,7 +88,7 @@ async def embeddings(
         body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name
     )
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
-    ids = await server.intake.render_if_large(request, lambda: tokenize_inputs(embedder, named, options))
+    ids = await server.intake.offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
 
     async def embed() -> list[bytes]:

@@ -181,7 +181,7 @@ async def _score_pairs(
     """
     context = server.request_context(permissions, body)
     server.admission.check(len(pairs), context.meter)
-    await server.intake.render_if_large(
+    await server.intake.offload_if_large(
         request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens)
     )
     return await with_metrics(

@@ -83,7 +83,7 @@ async def _token_ids(
     server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
     if body.messages is None:
-        return await server.intake.render_if_large(
+        return await server.intake.offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
     body.check_num_parts(server.max_model_len)

@@ -51,7 +51,7 @@ async def chat_completions(
     options, header = response_options(body, params), response_header(server, "chatcmpl", params)
     context = server.request_context(permissions, body, body.timeout)
     body.check_num_parts(server.max_model_len)
-    task = await server.intake.render_if_large(request, lambda: _read_task(body, params))
+    task = await server.intake.offload_if_large(request, lambda: _read_task(body, params))
     generation = await start_chat(server, request, context, task, header.id)
     writer = ChatWriter(server, generation, params.n, header, options, task.tools, body.wants_function_call)
     return respond(generation, writer, bool(body.stream))

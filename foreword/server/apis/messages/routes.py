@@ -83,8 +83,8 @@ async def _read_task(
 ) -> tuple[MessagesConversation, ChatTask]:
     body.check_num_parts(server.max_model_len)
     takes_images = server.chat_processor.placeholder_id is not None
-    conversation = await server.intake.render_if_large(request, lambda: body.conversation(takes_images))
-    tools, skipped = await server.intake.render_if_large(
+    conversation = await server.intake.offload_if_large(request, lambda: body.conversation(takes_images))
+    tools, skipped = await server.intake.offload_if_large(
         request, lambda: body.tool_use(conversation.referenced)
     )
     await models.check_fields(body, request, ignored=skipped)

@@ -49,7 +49,7 @@ async def create_response(
     response_id = f"resp_{uuid.uuid4().hex}"
     store, tenant = models.response_store, permissions.fairness_key
     stores = body.store is not False and store.enabled
-    encoded = await server.intake.render_if_large(request, lambda: json_bytes(items)) if stores else b""
+    encoded = await server.intake.offload_if_large(request, lambda: json_bytes(items)) if stores else b""
     with conversation.rename_fields():
         if body.truncation == "auto":
             task = await _drop_turns(server, request, context, task)
@@ -130,7 +130,7 @@ async def list_input_items(
 ) -> Response:
     """The input of a stored response of this key, without the conversation before it."""
     entry = models.response_store.get(permissions.fairness_key, response_id)
-    items: list[Item] = await models.intake.render_if_large(
+    items: list[Item] = await models.intake.offload_if_large(
         request, lambda: json.loads(entry.input), len(entry.input)
     )
     if order == "desc":
@@ -160,8 +160,8 @@ async def _read_task(
 ) -> tuple[ChatTask, ItemConversation, list[Item]]:
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
     body.check_num_parts(server.max_model_len)
-    named, skipped = await server.intake.render_if_large(request, body.items)
-    tools, skipped_tools = await server.intake.render_if_large(request, body.tool_use)
+    named, skipped = await server.intake.offload_if_large(request, body.items)
+    tools, skipped_tools = await server.intake.offload_if_large(request, body.tool_use)
     await models.check_fields(body, request, [*skipped, *skipped_tools])
     named = await _resolve_references(models, request, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
@@ -183,7 +183,7 @@ async def _read_task(
         conversation.add([*earlier, *named])
         conversation.finish()
 
-    await server.intake.render_if_large(request, convert, num_bytes)
+    await server.intake.offload_if_large(request, convert, num_bytes)
     task = ChatTask(conversation.messages, params, tools, body.reasoning_options(), body.template_kwargs())
     return task, conversation, [item for _, item in named]
 
@@ -233,7 +233,7 @@ async def _stored_items(
         ]
 
     num_bytes = sum(entry.num_bytes for entry in entries)
-    return await models.intake.render_if_large(request, parse, num_bytes)
+    return await models.intake.offload_if_large(request, parse, num_bytes)
 
 
 async def _drop_turns(
