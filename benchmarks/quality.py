@@ -118,7 +118,7 @@ def _logits(ops: Ops, path: Path, mode: QualityMode, documents: Sequence[ScoredD
     longest = max(len(document.ids) for document in documents)
     model = load_model(path, ops, mode.precision, "cpu", longest)
     num_blocks = -(-longest // BLOCK_SIZE)
-    storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_layer_shapes, mode.kv_dtype)
+    storage = KVStorage(num_blocks, BLOCK_SIZE, model.cache_shapes, mode.kv_dtype)
     forward = with_graphs(model.ops, model.compile_logits(storage))
     for document in documents:
         chunk = Chunk(document.ids[:-1], 0, range(1, num_blocks + 1), document.num_scored)

@@ -13,7 +13,7 @@ ALLOWED = {
     "utils": {"errors"},
     "demo": {"errors"},
     "config": {"core.params", "errors"},
-    "planning": {"config", "errors"},
+    "planning": {"config", "core.states", "errors"},
     "core": {"errors"},
     "workers": {"errors", "utils"},
     "kernels": {"core", "errors", "utils"},

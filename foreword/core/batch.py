@@ -26,6 +26,7 @@ from torch import Tensor
 
 from foreword.core.images import MRopePositions
 from foreword.core.request import NO_LORA, RequestState
+from foreword.core.states import NO_ANCHOR, SEGMENT, StateShape
 from foreword.core.structured_output import RequestGrammar
 
 Array = npt.NDArray[Any]
@@ -91,6 +92,8 @@ class Chunk(NamedTuple):
     mrope_positions: MRopePositions | None = None  # None: positions are the indices
     image_features: Sequence[tuple[int, Tensor]] = ()  # (first row within the chunk, [rows, width])
     lora_slot: int = NO_LORA
+    state_slot: int = 0  # ring of its rows in layers with state; 0: dummy rows
+    anchors: Sequence[int] = ()  # anchor ids of the segments from that of `start` to that of the next row
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,9 @@ class Batch:
     image_features: ImageFeatures | None = None
     request_index: Tensor | None = None  # int64 [T]: see request_index_of()
     lora_slots: Tensor | None = None  # int64 [T]: the row's adapter, -1 for none; None: LoRA is off
+    state_slots: Tensor | None = None  # int64 [B]: ring of each request; None: no layer has state
+    # int64 [B, segments]: anchors from that of the first row's segment on; NO_ANCHOR: zeros, or not kept
+    anchor_tables: Tensor | None = None
 
 
 def build_batch(
@@ -127,6 +133,7 @@ def build_batch(
     mrope: bool = False,
     with_request_index: bool = False,
     with_lora: bool = False,
+    with_states: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
     token_ids: list[int] = []
@@ -165,6 +172,8 @@ def build_batch(
         arrays.append(_request_index(starts, len(token_ids)))
     if with_lora:
         arrays.append(_lora_slots(chunks, padding))
+    if with_states:
+        arrays += [np.array([chunk.state_slot for chunk in chunks], np.int64), _anchor_tables(chunks)]
     uploaded = iter(upload(arrays, torch.device(device)))
     return Batch(
         token_ids=next(uploaded),
@@ -179,6 +188,8 @@ def build_batch(
         image_features=_image_features(chunks, starts, device),
         request_index=next(uploaded) if with_request_index else None,
         lora_slots=next(uploaded) if with_lora else None,
+        state_slots=next(uploaded) if with_states else None,
+        anchor_tables=next(uploaded) if with_states else None,
     )
 
 
@@ -194,6 +205,21 @@ def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
 def _lora_slots(chunks: Sequence[Chunk], padding: int) -> Ints:
     slots = np.array([chunk.lora_slot for chunk in chunks] + [NO_LORA], np.int64)
     return np.repeat(slots, [len(chunk.token_ids) for chunk in chunks] + [padding])
+
+
+def _anchor_tables(chunks: Sequence[Chunk]) -> Ints:
+    """[B, segments]"""
+    tables = np.full(
+        (len(chunks), max([num_segments(chunk) for chunk in chunks], default=1)), NO_ANCHOR, np.int64
+    )
+    for table, chunk in zip(tables, chunks, strict=True):
+        table[: len(chunk.anchors)] = chunk.anchors
+    return tables
+
+
+def num_segments(chunk: Chunk) -> int:
+    """Segments from that of the chunk's first row to that of the row after it."""
+    return (chunk.start + len(chunk.token_ids)) // SEGMENT - chunk.start // SEGMENT + 1
 
 
 def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
@@ -232,6 +258,25 @@ class KVLayer:
     def __post_init__(self) -> None:
         assert self.k.shape == self.v.shape and self.k.dtype == self.v.dtype
         assert (self.k_scale is None) == (self.v_scale is None)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """State of one layer (core/states.py). A slot has a ring of P rows: position p is at p mod P.
+
+    Anchor i is the state before the first token of a segment: the K - 1 inputs before it, and a matrix.
+    """
+
+    shape: StateShape
+    inputs: Tensor  # [slots, P, C]: of the convolution
+    tails: Tensor  # [anchors, K - 1, C]
+    keys: Tensor  # [slots, P, key heads, key dim], normalized
+    updates: Tensor  # [slots, P, value heads, value dim]
+    decays: Tensor  # float32 [slots, P, value heads]: sums of log decays since the anchor
+    matrices: Tensor  # float32 [anchors, value heads, key dim, value dim]
+
+
+LayerCache = KVLayer | StateLayer
 
 
 class SampleRow(NamedTuple):

@@ -93,6 +93,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "anchors",
         "arrival",
         "block_hashes",
         "blocks",
@@ -117,6 +118,7 @@ class RequestState:
         "request",
         "sampling_plan",
         "scheduled_s",
+        "state_slot",
         "stop_ids",
         "tokens",
         "virtual_start",
@@ -152,6 +154,8 @@ class RequestState:
         self.confidence: tuple[float, ...] = ()  # confidence of the draft, as in Draft
         self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
+        self.state_slot = 0  # ring of its rows in layers with state
+        self.anchors: dict[int, int] = {}  # anchor ids by segment (kv_cache/state_cache.py)
         self.grammar = grammar
         self.lora_slot = lora_slot  # slot of its adapter
         self.pool_partials: Tensor | None = None  # partial sums of mean pooling (engine/pooler.py)

@@ -34,9 +34,12 @@ class _CapturedBatch:
     run: Callable[[], None]
 
 
-def with_graphs(ops: Ops, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """`forward` as a GraphRunner if the backend supports graphs."""
-    return GraphRunner(cast(GraphOps, ops), forward) if ops.supports_graphs else forward
+def with_graphs(
+    ops: Ops, forward: Callable[[Batch], Tensor], has_states: bool = False
+) -> Callable[[Batch], Tensor]:
+    """`forward` as a GraphRunner if the backend supports graphs, and the model has no layers with state."""
+    uses_graphs = ops.supports_graphs and not has_states
+    return GraphRunner(cast(GraphOps, ops), forward) if uses_graphs else forward
 
 
 class GraphRunner:

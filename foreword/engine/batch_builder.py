@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
+from foreword.core.batch import Batch, Chunk, SampleRow, build_batch, num_segments
 from foreword.core.request import RequestState
+from foreword.core.states import SEGMENT
 from foreword.engine.pooler import num_pool_rows
 from foreword.engine.scheduler import ScheduledRequest
+from foreword.kv_cache.state_cache import anchors_between
 
 # state, start, end -> image features of tokens [start, end) as (offset from start, [rows, width])
 GetFeatures = Callable[[RequestState, int, int], Sequence[tuple[int, Tensor]]]
@@ -43,6 +45,7 @@ class BatchBuilder:
         get_features: GetFeatures = lambda state, start, end: (),
         with_request_index: bool = False,  # the backend needs the request index of each row
         with_lora: bool = False,  # the model has adapters
+        with_states: bool = False,  # the model has layers with state
     ) -> None:
         self.block_size = block_size
         self.row_tile = row_tile
@@ -51,6 +54,7 @@ class BatchBuilder:
         self.get_features = get_features
         self.with_request_index = with_request_index
         self.with_lora = with_lora
+        self.with_states = with_states
 
     def build(self, requests: Sequence[ScheduledRequest]) -> ModelInput:
         rows: list[SampleRow] = []
@@ -68,7 +72,8 @@ class BatchBuilder:
             num_sampled = len(token_ids) if scored else (1 + num_draft) * is_sampled
             features = self.get_features(state, start, end) if state.request.images else ()
             mrope_positions, slot = state.mrope_positions, state.lora_slot
-            chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, mrope_positions, features, slot))
+            chunk = Chunk(token_ids, start, state.blocks, num_sampled, mrope_positions, features, slot)
+            chunks.append(self._with_states(chunk, state) if self.with_states else chunk)
             prompt_rows.append(scored)
             num_logits += num_sampled
             if is_sampled:
@@ -87,11 +92,18 @@ class BatchBuilder:
         for request in requests:
             state, start, end = request.state, request.start, request.start + request.num_tokens
             token_ids, num_sampled = state.tokens[start:end], num_pool_rows(request)
-            chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, lora_slot=state.lora_slot))
+            chunk = Chunk(token_ids, start, state.blocks, num_sampled, lora_slot=state.lora_slot)
+            chunks.append(self._with_states(chunk, state) if self.with_states else chunk)
         return self.flatten(chunks)
 
+    def _with_states(self, chunk: Chunk, state: RequestState) -> Chunk:
+        """Slot and anchors; dummy requests have slot 0, and anchor 0 everywhere."""
+        end = chunk.start + len(chunk.token_ids)
+        anchors = anchors_between(state, chunk.start, end) if state.state_slot else [0] * (end // SEGMENT + 1)
+        return chunk._replace(state_slot=state.state_slot, anchors=anchors[: num_segments(chunk)])
+
     def flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        options = (self.mrope, self.with_request_index, self.with_lora)
+        options = (self.mrope, self.with_request_index, self.with_lora, self.with_states)
         return build_batch(chunks, self.block_size, self.row_tile, self.device, *options)
 
 

@@ -20,6 +20,7 @@ from foreword.config.options import Config
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk
 from foreword.core.grammars import Grammars, NoGrammars
 from foreword.core.readiness import OnLoadProgress
+from foreword.core.states import NO_STATES, StateSizes
 from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
 from foreword.cuda_graphs.graph_runner import GraphRunner
 from foreword.engine.batch_builder import BatchBuilder
@@ -45,6 +46,7 @@ from foreword.kernels.cpu.library import load_library
 from foreword.kernels.gpu import current_gpu
 from foreword.kernels.ops import Ops
 from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.state_cache import StateCache
 from foreword.kv_cache.storage import KVStorage
 from foreword.lora.adapter import AdapterSlots
 from foreword.models.interfaces import Model, Precision
@@ -121,6 +123,7 @@ class EngineComponents:
             self.encoder.features,
             model.ops.supports_graphs,
             model.lora.limits is not None,
+            model.has_states,
         )
 
     def profile_run(self) -> ProfileRun:
@@ -164,9 +167,14 @@ class EngineComponents:
         return loops
 
     def _make_kv_storage(self, model: Model) -> KVStorage:
-        resolved, layers = self._resolved, model.kv_layer_shapes
-        dtype, device = resolved.kv_cache_dtype, resolved.device
-        return KVStorage(resolved.num_blocks, resolved.block_size, layers, dtype, device)
+        resolved, layers = self._resolved, model.cache_shapes
+        options = (
+            resolved.kv_cache_dtype,
+            resolved.device,
+            state_sizes(resolved),
+            getattr(torch, resolved.dtype),
+        )
+        return KVStorage(resolved.num_blocks, resolved.block_size, layers, *options)
 
     def _make_draft_encoder(self) -> VisionEncoderRunner | None:
         for drafter in self.proposer.model_drafters:
@@ -232,6 +240,13 @@ class EngineComponents:
         )
         self._model_drafters.append(drafter)
         return drafter
+
+
+def state_sizes(resolved: ResolvedConfig) -> StateSizes:
+    """Memory of layers with state."""
+    if resolved.states is None:
+        return NO_STATES
+    return resolved.states.sizes(resolved.num_blocks * resolved.block_size)
 
 
 def _make_grammars(vocab_size: int) -> Grammars:
@@ -441,10 +456,15 @@ class EngineBuilder:
         resolved, trace = self.resolved, self.config.trace
         pool, max_rows = BlockPool(resolved.num_blocks), resolved.max_num_batched_tokens
         options = (resolved.block_size, resolved.max_num_seqs, max_rows, resolved.prefix_caching)
+        states = None
+        if resolved.states is not None:
+            states = StateCache(state_sizes(resolved), resolved.states.interval, resolved.block_size)
         if trace is None:
-            return Scheduler(pool, *options, computable_until=computable_until)
+            return Scheduler(pool, *options, computable_until=computable_until, states=states)
         try:
-            return RecordingScheduler(Path(trace), pool, *options, computable_until=computable_until)
+            return RecordingScheduler(
+                Path(trace), pool, *options, computable_until=computable_until, states=states
+            )
         except OSError as error:
             raise ConfigError(f"trace: cannot write {trace}: {error.strerror}", "trace") from None
 

@@ -60,6 +60,11 @@ def load(
     draft_model = None
     if config.runs_draft_model:
         draft_model = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
+        if draft_model.state_shapes:
+            problem = (
+                f"{draft_model.architecture} has layers with state, which a draft model may not have yet"
+            )
+            raise ConfigError(f"draft_model: {problem}; as a model it runs", "draft_model")
     started = time.perf_counter()
     chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
     if resolved is not None and resolved.device == "cuda":

@@ -39,7 +39,8 @@ class ModelRunner:
         self.pooler = Pooler(model, kv)
         self.vocab_size = model.vocab_size  # width of the logits
         self.mrope = model.uses_mrope
-        self.forward = with_graphs(model.ops, model.compile_logits(kv))  # batch -> logits
+        # batch -> logits
+        self.forward = with_graphs(model.ops, model.compile_logits(kv), model.has_states)
 
     @property
     def decode_loop_forward(self) -> SupportsDecodeLoop | None:

@@ -41,7 +41,8 @@ class Pooler:
     @cached_property
     def _forward(self) -> Callable[[Batch], Tensor]:
         """Compiled on first use: most engines never embed."""
-        return with_graphs(self._model.ops, self._model.compile_hidden(self._kv))
+        model = self._model
+        return with_graphs(model.ops, model.compile_hidden(self._kv), model.has_states)
 
     @torch.inference_mode()
     def __call__(self, requests: Sequence[ScheduledRequest], batch: Batch) -> list[PoolOutput]:

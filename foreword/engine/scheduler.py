@@ -36,6 +36,7 @@ from foreword.errors import ForewordError, RequestFailed
 from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.prefix_cache import PrefixCache
+from foreword.kv_cache.state_cache import StateCache
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Scheduler:
         prefix_caching: bool = True,
         computable_until: ComputableUntil = lambda state, start: len(state.tokens),
         clock: Callable[[], float] = time.monotonic,
+        states: StateCache | None = None,  # of a model with layers with state
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request needs a row per step"
         self.pool = pool
@@ -84,7 +86,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.block_manager = BlockManager(pool, block_size)
-        self.prefix_cache = PrefixCache(pool, block_size, prefix_caching)
+        self.state_cache = states
+        self.prefix_cache = PrefixCache(pool, block_size, prefix_caching, states)
         self.computable_until = computable_until
         self.fair_queue = FairQueue()
         self.states: dict[str, RequestState] = {}
@@ -174,6 +177,7 @@ class Scheduler:
                 num_after = len(self.running) - len(scheduled) - 1
                 max_rows = pooling_budget if state.is_pooling else budget
                 num_tokens = min(num_tokens, -(-(budget - num_after) // shares), max_rows)
+                num_tokens = self._limit_rows(state, num_tokens)
             if num_tokens and self._allocate_blocks(state, state.num_computed + num_tokens, preempted_ids):
                 scheduled.append(_schedule_request(state, num_tokens))
                 budget -= num_tokens
@@ -182,6 +186,9 @@ class Scheduler:
         scheduled += self._admit(budget - min(num_draft, budget // 2), pooling_budget)
         if num_draft:
             scheduled = list(self._add_drafts(scheduled))
+        if self.state_cache is not None:
+            for state, start, num_tokens, _, num_draft in scheduled:
+                self.state_cache.allocate(state, start + num_tokens + num_draft)
         pooling = tuple([request for request in scheduled if request.state.is_pooling])
         if pooling:
             scheduled = [request for request in scheduled if not request.state.is_pooling]
@@ -225,6 +232,8 @@ class Scheduler:
             assert len(state.tokens) < state.max_len or state.is_pooling
             assert not state.draft or state.is_decoding
         self.block_manager.check(self.running)
+        if self.state_cache is not None:
+            self.state_cache.check(self.running)
         if self.idle:
             assert self.pool.num_used == 0 and self.prefix_cache.idle and not len(self.fair_queue)
 
@@ -300,7 +309,7 @@ class Scheduler:
             self.waiting.remove(state)
             self._start(state)
             max_rows = pooling_budget if state.is_pooling else budget
-            num_tokens = min(self.num_computable(state), budget, max_rows)
+            num_tokens = self._limit_rows(state, min(self.num_computable(state), budget, max_rows))
             self.block_manager.allocate(state, state.num_computed + num_tokens)
             if num_tokens:
                 scheduled.append(_schedule_request(state, num_tokens))
@@ -309,6 +318,9 @@ class Scheduler:
                 pooling_budget -= num_tokens
                 pooling_slots -= 1
         return scheduled
+
+    def _limit_rows(self, state: RequestState, num_tokens: int) -> int:
+        return num_tokens if self.state_cache is None else self.state_cache.limit_rows(state, num_tokens)
 
     def _fits(self, state: RequestState) -> bool:
         """Whether there are blocks for its tokens, and one more for each running request to grow into."""
@@ -319,7 +331,10 @@ class Scheduler:
 
     def _start(self, state: RequestState) -> None:
         """Move a request to `running` with its cached prefix; the last token is always computed."""
-        state.num_computed = self.prefix_cache.attach(state) * self.block_size
+        num_cached_blocks = self.prefix_cache.attach(state)
+        if self.state_cache is not None:
+            self.state_cache.attach(state, num_cached_blocks)
+        state.num_computed = num_cached_blocks * self.block_size
         if state.scheduled_s is None:  # hits after a preemption are not counted
             state.scheduled_s = self._clock()
             self.fair_queue.on_start(state)
@@ -369,6 +384,8 @@ class Scheduler:
     def _finish_with_error(self, state: RequestState, error: ForewordError) -> ErrorEvent:
         """End a request as if the step had not happened."""
         self.prefix_cache.invalidate(state)
+        if self.state_cache is not None:
+            self.state_cache.invalidate(state)
         state.set_draft((), "")
         self._remove(state.id)
         return ErrorEvent(state.id, error)
@@ -393,6 +410,8 @@ class Scheduler:
     def _set_computed(self, state: RequestState, num_computed: int) -> None:
         before, state.num_computed = state.num_computed, num_computed
         self.prefix_cache.publish(state, before)
+        if self.state_cache is not None:
+            self.state_cache.commit(state, self.prefix_cache.enabled)
 
     def _remove(self, request_id: str) -> RequestState | None:
         """remove() for internal calls, which a trace does not record."""
@@ -411,6 +430,8 @@ class Scheduler:
         self._admission.invalidate(state)
         self.prefix_cache.forget(state)
         self.block_manager.release(state)
+        if self.state_cache is not None:
+            self.state_cache.release(state)
 
 
 def _schedule_request(state: RequestState, num_tokens: int) -> ScheduledRequest:

@@ -14,11 +14,13 @@ from foreword.core.images import PromptImage
 from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
+from foreword.core.states import StateSizes
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine.scheduler import ScheduleOutput, Scheduler
 from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.state_cache import StateCache
 from foreword.utils import trace
 
 
@@ -34,6 +36,7 @@ class RecordingScheduler(Scheduler):
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
         computable_until: ComputableUntil = lambda state, start: len(state.tokens),
+        states: StateCache | None = None,
     ) -> None:
         # Limits by unencoded images in this schedule(): an input that replay() cannot compute
         self._limits: dict[tuple[str, int], int] = {}
@@ -44,9 +47,10 @@ class RecordingScheduler(Scheduler):
                 self._limits[state.id, start] = until
             return until
 
-        super().__init__(pool, block_size, max_num_seqs, max_num_batched_tokens, prefix_caching, recorded)
         options = block_size, max_num_seqs, max_num_batched_tokens, prefix_caching
-        self._trace = trace.TraceWriter(path, pool.num_blocks, *options)
+        super().__init__(pool, *options, recorded, states=states)
+        limits = None if states is None else [states.sizes, states.interval]
+        self._trace = trace.TraceWriter(path, pool.num_blocks, *options, limits)
 
     def add(self, state: RequestState) -> None:
         self._trace.write("add", _request_record(state.request), state.arrival, state.max_len)
@@ -101,10 +105,12 @@ class _Replayer:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool,
+        states: Sequence[Any] | None = None,  # sizes and interval of a StateCache
     ) -> None:
         self._limits: dict[tuple[str, int], int] = {}
         options = block_size, max_num_seqs, max_num_batched_tokens, prefix_caching
-        self.scheduler = Scheduler(BlockPool(num_blocks), *options, self._computable_until)
+        cache = None if states is None else StateCache(StateSizes(*states[0]), states[1], block_size)
+        self.scheduler = Scheduler(BlockPool(num_blocks), *options, self._computable_until, states=cache)
         self._scheduled = ScheduleOutput(())
         self._outputs: list[StepOutput] | None = None  # pending update, which may fail for some requests
 

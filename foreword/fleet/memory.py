@@ -31,9 +31,8 @@ from foreword.planning.memory import (
     batch_limits,
     cpu_reserve,
     cuda_graph_reserve,
-    kv_bytes_per_token,
+    memory_sizes,
     min_context,
-    resolve_dtypes,
 )
 from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_memory
 from foreword.planning.replica_resources import read_machine
@@ -178,12 +177,9 @@ class _Sizing:
         gpu = (config.gpus or "0").partition(",")[0]
         self.device = "cpu" if self.hardware.device == "cpu" else f"gpu{gpu}"
         infos = [description.model, *filter(None, [description.drafter])]
-        dtype, _ = resolve_dtypes(config, self.hardware, description.model)
-        kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in infos)
-        self._block_bytes = config.replicas * block_bytes
+        self._block_bytes = config.replicas * memory_sizes(config, self.hardware, infos).block
         context = config.max_model_len or description.model.context_len
-        num_seqs, _ = batch_limits(config, self.hardware)
+        num_seqs, _ = batch_limits(config, self.hardware, description.model)
         self._min_blocks = self._blocks_for(min_context(config, description.model))
         self._max_blocks = num_seqs * self._blocks_for(context)
         if config.kv_cache_memory is not None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, KVLayer
+from foreword.core.batch import Batch, KVLayer, StateLayer
 
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
@@ -227,6 +227,49 @@ class Ops(Protocol):
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, H] * sigmoid(gate), gate [T, 1], computed in float32."""
+
+    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        """x [T, N] * activation(gate), gate [T, N], computed in float32.
+
+        activation is "silu", "sigmoid" or "none".
+        """
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        """activation(sum over j of weight[:, j] * x[t - K + 1 + j] + bias): x [T, C] -> [T, C].
+
+        weight float32 [K, C], oldest input first; bias float32 [C]; activation "silu" or "none". A row reads
+        the inputs of its own request, zeros before position 0, and adds them in float32 to the bias, oldest
+        first. Its input goes to the ring; the tails of anchors in batch.anchor_tables are written.
+        """
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        """qkv [T, 2 * key heads * key dim + value heads * value dim] -> [T, value heads, value dim].
+
+        For each value head, whose key head is h // (value heads / key heads), in float32:
+            S_t = d_t S_(t-1) + k_t u_t^T,  u_t = sigmoid(beta_t) (v_t - d_t S_(t-1)^T k_t),  o_t = S_t^T q_t
+        where q and k are divided by sqrt(|x|^2 + 1e-6), q by sqrt(key dim) too, and
+            log d_t = -rates * softplus(alpha_t + offsets); rates, offsets float32 [value heads].
+        alpha, beta [T, value heads]. A row computes with the anchor of its segment and the rows since, in
+        order, and leaves k_t, u_t and the sum of log decays since the anchor in the ring. The anchors in
+        batch.anchor_tables are written. Source: arXiv 2412.06464.
+        """
 
     def embedding(
         self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0

@@ -53,6 +53,14 @@ class BlockPool:
         """The leading digests whose content a block has."""
         return list(takewhile(self._block_of.__contains__, digests))
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a block has this content."""
+        return digest in self._block_of
+
+    def is_indexed(self, block: int) -> bool:
+        """Whether the block can be found by its content."""
+        return block in self._hash_of
+
     def is_free(self, digest: bytes) -> bool:
         """Whether acquiring this content takes a block off the free list."""
         return self._ref_counts[self._block_of[digest]] == 0

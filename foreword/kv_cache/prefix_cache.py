@@ -9,6 +9,7 @@ from hashlib import blake2b
 from foreword.core.images import PromptImage
 from foreword.core.request import RequestState
 from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.state_cache import StateCache
 
 DIGEST_BYTES = 16
 IMAGE_PERSON = b"pictures"  # separates hashes of blocks with images from those without
@@ -51,8 +52,12 @@ def _images_in_block(images: Sequence[PromptImage], start: int, end: int) -> byt
 class PrefixCache:
     """Finds cached prefix blocks, and tracks the running request that computes each shareable block."""
 
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, enabled: bool, states: StateCache | None = None
+    ) -> None:
+        """states  of a model with layers with state: a prefix then ends at one of their anchors"""
         self.enabled = enabled
+        self._states = states
         self._pool = pool
         self.block_size = block_size
         self._computing: dict[bytes, RequestState] = {}
@@ -76,7 +81,8 @@ class PrefixCache:
     def match(self, state: RequestState) -> list[bytes]:
         """Hashes of the leading cached blocks; never the last token's block, whose row must be computed."""
         shareable = self._shareable_hashes(state) if self.is_enabled_for(state) else ()
-        return self._pool.cached_prefix(shareable)
+        cached = self._pool.cached_prefix(shareable)
+        return cached if self._states is None else cached[: self._states.usable_blocks(cached)]
 
     def num_cached(self, state: RequestState) -> int:
         """Tokens that a waiting request would find in the cache."""
@@ -93,7 +99,11 @@ class PrefixCache:
             return None
         index = len(self.match(state))
         shareable = self._shareable_hashes(state)
+        if self._states is not None:  # only the anchor at the end of its prompt will be there for sure
+            index = max(index, self._states.last_prompt_block(state))
         owner = self._computing.get(shareable[index]) if index < len(shareable) else None
+        if self._states is not None and owner is not None and self._states.last_prompt_block(owner) != index:
+            return None
         return owner if owner is not None and (state.is_pooling or not owner.is_pooling) else None
 
     def attach(self, state: RequestState) -> int:

@@ -8,22 +8,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import KVLayer
+from foreword.core.batch import KVLayer, LayerCache, StateLayer
+from foreword.core.states import NO_STATES, StateShape, StateSizes
 from foreword.utils.mapped_memory import HugePages
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
+CacheShape = tuple[int, int] | StateShape  # (heads, head dimension) of K and V, or a layer's state
+
+
 class KVStorage:
-    """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0."""
+    """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0.
+
+    Layers with state have rings and anchors instead; slot 0 and anchor 0 are for dummy rows.
+    """
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        layers: Sequence[tuple[int, int]],  # (heads, head dimension) of each layer
-        dtype: str,  # "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
+        layers: Sequence[CacheShape],
+        dtype: str,  # of K and V: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
         device: str = "cpu",
+        states: StateSizes = NO_STATES,
+        state_dtype: torch.dtype = torch.float32,  # that of activations
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
@@ -32,15 +41,20 @@ class KVStorage:
         self._memory = HugePages()
         slots = (num_blocks + 1) * block_size
         stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
-        self._layers = tuple(self._make_layer((slots, *shape), stored) for shape in layers)
+        self._layers: tuple[LayerCache, ...] = tuple(
+            self._make_state_layer(shape, states, state_dtype)
+            if isinstance(shape, StateShape)
+            else self._make_layer((slots, *shape), stored)
+            for shape in layers
+        )
 
-    def layer(self, index: int) -> KVLayer:
+    def layer(self, index: int) -> LayerCache:
         return self._layers[index]
 
     @property
     def nbytes(self) -> int:
-        tensors = (t for layer in self._layers for t in (layer.k, layer.v, layer.k_scale, layer.v_scale))
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        values = (getattr(layer, name) for layer in self._layers for name in layer.__slots__)
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
         """shape  (S, Hk, D): slots, KV heads, head dimension"""
@@ -48,6 +62,19 @@ class KVStorage:
         if dtype not in SCALED_DTYPES:
             return KVLayer(k, v)
         return KVLayer(k, v, self._zeros(shape[:2], torch.float32), self._zeros(shape[:2], torch.float32))
+
+    def _make_state_layer(self, shape: StateShape, sizes: StateSizes, dtype: torch.dtype) -> StateLayer:
+        rows, anchors = (sizes.num_slots, shape.ring_size(sizes.max_rows)), sizes.num_anchors
+        heads, value_dim = shape.value_heads, shape.value_dim
+        return StateLayer(
+            shape,
+            self._zeros((*rows, shape.channels), dtype),
+            self._zeros((anchors, shape.kernel_size - 1, shape.channels), dtype),
+            self._zeros((*rows, shape.key_heads, shape.key_dim), dtype),
+            self._zeros((*rows, heads, value_dim), dtype),
+            self._zeros((*rows, heads), torch.float32),
+            self._zeros((anchors, heads, shape.key_dim, value_dim), torch.float32),
+        )
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device != "cpu":

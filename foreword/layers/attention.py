@@ -24,6 +24,7 @@ class AttentionConfig:
     softcap: float | None = None
     norms_all_heads: bool = False  # the norms of q and k are over all heads together, not over each
     norms_after_rope: bool = False
+    has_gate: bool = False  # the output is multiplied by sigmoid(gate), gate [T, Hq, D] after q
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ForwardContext:
 
 
 class Attention:
-    """Fused qkv projection, norms of q and k (both or neither), RoPE, output projection."""
+    """Fused projection of q, a gate, k and v; norms of q and k (both or neither), RoPE, output projection."""
 
     def __init__(
         self,
@@ -64,9 +65,10 @@ class Attention:
     ) -> Tensor:
         """x [T, H] -> [T, H], plus `residual` [T, H]. Rows of a step attend through the cache."""
         config, batch = self._config, context.batch
-        heads, all_heads = config.heads, config.heads + config.kv_heads
-        qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads:all_heads], qkv[:, all_heads:]
+        first_k = config.heads * (1 + config.has_gate)
+        first_v = first_k + config.kv_heads
+        qkv = self._qkv(x).view(x.shape[0], first_v + config.kv_heads, config.head_dim)
+        q, k, v = qkv[:, : config.heads], qkv[:, first_k:first_v], qkv[:, first_v:]
         if not config.norms_after_rope:
             q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
         rotation = context.positions, context.mrope_sections
@@ -88,7 +90,10 @@ class Attention:
             context.attention_metadata,
             self._sinks,
         )
-        return self._out(attended.flatten(1), residual)
+        y = attended.flatten(1)
+        if config.has_gate:
+            y = self._ops.gate(y, qkv[:, config.heads : first_k].flatten(1), "sigmoid")
+        return self._out(y, residual)
 
     def _normalize(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """[T, heads, D] -> [T, heads, D]"""

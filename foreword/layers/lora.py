@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -54,7 +54,7 @@ class _Projection:
     in_features: int
     out_features: int
     heads: int | None = None  # heads of q or k
-    is_interleaved: bool = False  # RoPE turns neighbours in the checkpoint, and halves here
+    row_order: Tensor | None = None  # int64 [N]: rows are reordered at load, see ReorderedWeights
 
 
 @dataclass(slots=True)
@@ -86,18 +86,18 @@ class LoraLayers:
         out_features: Mapping[str, int],
         in_features: int,
         qk_heads: Mapping[str, int],
-        is_interleaved: bool,
+        row_orders: Mapping[str, Tensor],
     ) -> LoraLinear | None:
         """Make room for the adapters of one layer; None if LoRA is off.
 
-        out_features    the projections that it fuses, in order, and their rows
-        qk_heads        heads of those that are queries or keys
-        is_interleaved  their rows are reordered at load: see DeinterleavedWeights
+        out_features  the projections that it fuses, in order, and their rows
+        qk_heads      heads of those that are queries or keys
+        row_orders    int64 [N] of those whose rows are reordered at load: see ReorderedWeights
         """
         table = None if self.limits is None else self._make_table(tuple(out_features.values()), in_features)
         for part, (name, size) in enumerate(out_features.items()):
-            heads = qk_heads.get(name)
-            self._projections[name] = _Projection(table, part, in_features, size, heads, is_interleaved)
+            order = qk_heads.get(name), row_orders.get(name)
+            self._projections[name] = _Projection(table, part, in_features, size, *order)
         return None if table is None else LoraLinear(ops, self, table)
 
     def _make_table(self, part_sizes: tuple[int, ...], in_features: int) -> LoraTable:
@@ -121,7 +121,9 @@ class LoraLayers:
             assert table is not None and self.limits is not None and 0 < rank <= self.limits.max_rank
             start = list(accumulate(table.part_sizes, initial=0))[part]
             b = each.b
-            if place.heads is not None and (place.is_interleaved or each.interleaves_qk):
+            if place.row_order is not None:
+                b = b[place.row_order]
+            elif place.heads is not None and each.interleaves_qk:
                 b = deinterleave_heads(b, place.heads)
             table.a[slot, part, :rank].copy_(each.a)
             table.b[slot, :rank, start : start + place.out_features].copy_(b.t())
@@ -138,3 +140,14 @@ class LoraLayers:
 def deinterleave_heads(rows: Tensor, num_heads: int) -> Tensor:
     """Rows [N, ...] of q or k with each head's even rows before its odd rows."""
     return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def deinterleaved_order(num_rows: int, num_heads: int) -> Tensor:
+    """deinterleave_heads() as the order of the rows, int64 [N]."""
+    return deinterleave_heads(torch.arange(num_rows), num_heads)
+
+
+def split_order(group_sizes: Sequence[int], num_groups: int) -> Tensor:
+    """The order of rows [N] that puts equal parts together: of groups with parts of these sizes."""
+    rows = torch.arange(sum(group_sizes) * num_groups).view(num_groups, -1)
+    return torch.cat([part.reshape(-1) for part in torch.split(rows, list(group_sizes), 1)])

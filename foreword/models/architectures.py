@@ -16,6 +16,7 @@ from foreword.models.gpt_oss import GptOss
 from foreword.models.granite import Granite
 from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
 from foreword.models.hunyuan_v1_dense import HunyuanDense
+from foreword.models.lfm2 import Lfm2
 from foreword.models.llama import Llama
 from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
@@ -27,7 +28,9 @@ from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
+from foreword.models.qwen3_5 import Qwen35, Qwen35Moe
 from foreword.models.qwen3_moe import Qwen3Moe
+from foreword.models.qwen3_next import Qwen3Next
 from foreword.models.smollm3 import SmolLM3
 from foreword.weights.config_reader import ConfigReader
 from foreword.weights.unsupported_families import describe_checkpoint
@@ -43,6 +46,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "granitemoe": GraniteMoe,
         "granitemoeshared": GraniteMoeShared,
         "hunyuan_v1_dense": HunyuanDense,
+        "lfm2": Lfm2,
         "llama": Llama,
         "ministral3": Ministral3,
         "mistral": Mistral,
@@ -54,7 +58,10 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "qwen2": Qwen2,
         "qwen2_moe": Qwen2Moe,
         "qwen3": Qwen3,
+        "qwen3_5_moe_text": Qwen35Moe,
+        "qwen3_5_text": Qwen35,
         "qwen3_moe": Qwen3Moe,
+        "qwen3_next": Qwen3Next,
         "smollm3": SmolLM3,
     }
 )

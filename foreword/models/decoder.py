@@ -5,34 +5,37 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, ImageFeatures, KVLayer
+from foreword.core.batch import Batch, ImageFeatures
+from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.linear import Embedding, Linear, load_linear
-from foreword.layers.lora import LoraLayers, LoraLimits
+from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
 from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
+from foreword.layers.states import GatedDeltaNet, ShortConv
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.expert_weights import MoEConfig, load_experts
 from foreword.models.interfaces import KVCache, Precision, VisionEncoder
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader
-from foreword.weights.renamed_weights import DeinterleavedWeights
+from foreword.weights.renamed_weights import ReorderedWeights
 
 
 class DecoderLayer(Protocol):
     """One layer of a model."""
 
-    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
-        """x [T, H] -> [T, H]"""
+    def __call__(self, x: Tensor, context: ForwardContext, cache: Any) -> Tensor:
+        """x [T, H] -> [T, H]; cache is the layer's KVLayer or StateLayer"""
 
 
 class LayerBuilder:
@@ -58,16 +61,28 @@ class LayerBuilder:
     def norm(self, name: str) -> RMSNorm:
         return self._norm(self._weights, name, self._config.hidden_size)
 
-    def attention(self, name: str, fused: str | None = None) -> Attention:
+    @property
+    def state_shape(self) -> StateShape | None:
+        """The state of this layer; None: it has attention."""
+        shapes = self._config.state_shapes
+        return shapes[self._index] if shapes else None
+
+    def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
         """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
         config, norm = self._config, self._config.qk_norm
-        weights = self._weights.prefixed(f"{name}.")
-        if config.interleaved_rope:
-            assert fused is None and norm is None
-            weights = DeinterleavedWeights(weights, self._qk_heads)
         size = config.head_dim
         q, kv = config.num_heads * size, config.num_kv_heads * size
-        outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        q_rows = q * (1 + config.attn_gate)
+        orders: dict[str, Tensor] = {}
+        if config.interleaved_rope:
+            assert fused is None and norm is None
+            orders = {
+                name: deinterleaved_order(heads * size, heads) for name, heads in self._qk_heads.items()
+            }
+        if config.attn_gate:
+            orders["q_proj"] = split_order((size, size), config.num_heads)
+        weights = ReorderedWeights(self._weights.prefixed(f"{name}."), orders)
+        outputs = {fused: q + 2 * kv} if fused else {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}
         return Attention(
             self.ops,
             AttentionConfig(
@@ -79,27 +94,92 @@ class LayerBuilder:
                 softcap=config.attn_softcap,
                 norms_all_heads=norm is not None and norm.all_heads,
                 norms_after_rope=norm is not None and norm.after_rope,
+                has_gate=config.attn_gate,
             ),
-            self._linear(name, weights, config.hidden_size, outputs, config.qkv_bias),
-            self._linear(name, weights, q, {"o_proj": config.hidden_size}, config.out_bias),
+            self._linear(name, weights, config.hidden_size, outputs, config.qkv_bias, orders),
+            self._linear(name, weights, q, {out: config.hidden_size}, config.out_bias),
             None if norm is None else self._norm(weights, norm.names[0], q if norm.all_heads else size),
             None if norm is None else self._norm(weights, norm.names[1], kv if norm.all_heads else size),
             weights.tensor("sinks", config.num_heads) if config.attn_sinks else None,
         )
 
-    def feed_forward(self) -> MLP | MoE:
-        """The mixture of experts of this layer, or else its MLP."""
+    def short_conv(self, name: str) -> ShortConv:
+        """`in_proj` yields b, c and x; `conv.weight` is [H, 1, K]."""
+        bias, hidden, weights = (
+            self._config.conv_bias,
+            self._config.hidden_size,
+            self._weights.prefixed(f"{name}."),
+        )
+        shape = self.state_shape
+        assert shape is not None and shape.channels == hidden
+        return ShortConv(
+            self.ops,
+            self._linear(name, weights, hidden, {"in_proj": 3 * hidden}, bias),
+            self._conv_weight(weights, "conv", shape),
+            weights.tensor("conv.bias", hidden) if bias else None,
+            self._linear(name, weights, hidden, {"out_proj": hidden}, bias),
+        )
+
+    def gated_delta_net(self, name: str, fused: bool = False) -> GatedDeltaNet:
+        """`fused`: in_proj_qkvz and in_proj_ba join the rows of each key head, as in Qwen3-Next."""
+        hidden, weights, shape = (
+            self._config.hidden_size,
+            self._weights.prefixed(f"{name}."),
+            self.state_shape,
+        )
+        assert shape is not None
+        heads, values = shape.value_heads, shape.value_heads * shape.value_dim
+        outputs = {"in_proj_qkv": shape.channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        orders: dict[str, Tensor] = {}
+        if fused:
+            outputs = {"in_proj_qkvz": shape.channels + values, "in_proj_ba": 2 * heads}
+            group = heads // shape.key_heads
+            sizes = (*(shape.key_dim,) * 2, *(group * shape.value_dim,) * 2)
+            orders["in_proj_qkvz"] = split_order(sizes, shape.key_heads)
+            orders["in_proj_ba"] = split_order((group, group), shape.key_heads)
+        reordered = ReorderedWeights(weights, orders)
+        # The norm of a Gated DeltaNet has no offset, whatever the others have
+        norm = RMSNorm(self.ops, weights.tensor("norm.weight", shape.value_dim), self._config.eps)
+        return GatedDeltaNet(
+            self.ops,
+            self._linear(name, reordered, hidden, outputs, False, orders),
+            self._conv_weight(weights, "conv1d", shape),
+            weights.tensor("A_log", heads).exp(),
+            weights.tensor("dt_bias", heads),
+            norm,
+            self._linear(name, weights, values, {"out_proj": hidden}, False),
+        )
+
+    def _conv_weight(self, weights: Weights, name: str, shape: StateShape) -> Tensor:
+        """[K, C]"""
+        weight = weights.tensor(f"{name}.weight", shape.channels, 1, shape.kernel_size)
+        return weight.squeeze(1).t().contiguous()
+
+    def feed_forward(
+        self,
+        name: str = "mlp",
+        down_name: str = "down_proj",
+        gate_up_names: tuple[str, str] = ("gate_proj", "up_proj"),
+    ) -> MLP | MoE:
+        """The mixture of experts of this layer, or else its MLP, which has these names."""
         moe = self._config.moe
-        return self.mlp("mlp") if moe is None or not moe.has_experts[self._index] else self._moe(moe)
+        if moe is not None and moe.has_experts[self._index]:
+            return self._moe(moe)
+        return self.mlp(name, down_name=down_name, gate_up_names=gate_up_names)
 
     def mlp(
-        self, name: str, fused: str | None = None, down_name: str = "down_proj", size: int | None = None
+        self,
+        name: str,
+        fused: str | None = None,
+        down_name: str = "down_proj",
+        size: int | None = None,
+        gate_up_names: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> MLP:
         """`fused` names a projection with gate and up; otherwise they are separate tensors."""
         config = self._config
         weights = self._weights.prefixed(f"{name}.")
         size = size or config.intermediate_size
-        outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
+        outputs = {fused: 2 * size} if fused else dict.fromkeys(gate_up_names, size)
         gate_up = self._linear(name, weights, config.hidden_size, outputs, config.mlp_bias)
         down = self._linear(name, weights, size, {down_name: config.hidden_size}, config.mlp_bias)
         return MLP(gate_up, down, config.activation)
@@ -136,7 +216,13 @@ class LayerBuilder:
         return {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
 
     def _linear(
-        self, name: str, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool
+        self,
+        name: str,
+        weights: Weights,
+        inputs: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        row_orders: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Linear:
         packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
         prefix = f"layers.{self._index}.{name}."
@@ -145,7 +231,7 @@ class LayerBuilder:
             {prefix + output: size for output, size in outputs.items()},
             inputs,
             {prefix + output: heads for output, heads in self._qk_heads.items()},
-            self._config.interleaved_rope,
+            {prefix + output: order for output, order in row_orders.items()},
         )
         return Linear(self.ops, packed, lora=lora)
 
@@ -156,6 +242,8 @@ class LayerBuilder:
 
 class Decoder(ABC):
     """A decoder-only model. A subclass per architecture reads the config and builds the layers."""
+
+    NORM: ClassVar[str] = "norm"  # name of the last norm
 
     def __init__(
         self,
@@ -171,7 +259,8 @@ class Decoder(ABC):
         self.config = config
         self.lora = LoraLayers(lora, precision.dtype, device)
         self.vocab_size = config.vocab_size
-        self.kv_layer_shapes = ((config.num_kv_heads, config.head_dim),) * len(config.layer_types)
+        shapes = config.state_shapes or (None,) * len(config.layer_types)
+        self.cache_shapes = tuple(shape or (config.num_kv_heads, config.head_dim) for shape in shapes)
         body = weights.prefixed("model.")
         hidden, weight_format = config.hidden_size, precision.embedding_format
         embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
@@ -184,7 +273,7 @@ class Decoder(ABC):
             layer_weights = body.prefixed(f"layers.{index}.")
             builder = LayerBuilder(ops, config, precision, index, layer_weights, self.lora)
             self._layers.append(self.build_layer(builder))
-        norm_weight = body.tensor("norm.weight", hidden) + config.norm_offset
+        norm_weight = body.tensor(f"{self.NORM}.weight", hidden) + config.norm_offset
         self._norm = RMSNorm(ops, norm_weight, config.eps)
         self._head_norm = RMSNorm(ops, norm_weight * config.logit_scale, config.eps)
         head = embedding
@@ -278,6 +367,11 @@ class Decoder(ABC):
         """Whether batches need mrope_positions."""
         return any(layer_type.rope.mrope_sections is not None for layer_type in self._layer_types)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether batches need state_slots and anchor_tables."""
+        return any(isinstance(shape, StateShape) for shape in self.cache_shapes)
+
     def _forward_contexts(self, batch: Batch) -> list[ForwardContext]:
         """One for each layer type; those with the same window share the metadata."""
         windows = dict.fromkeys(layer_type.window for layer_type in self._layer_types)
@@ -324,8 +418,9 @@ def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank
         dtype=config.dtype,
         parameters=num_parameters,
         vocab_size=config.vocab_size,
-        kv_values_per_token=2 * len(config.layer_types) * config.num_kv_heads * config.head_dim,
-        kv_vectors_per_token=2 * len(config.layer_types) * config.num_kv_heads,
+        kv_values_per_token=2 * config.num_attention_layers * config.num_kv_heads * config.head_dim,
+        kv_vectors_per_token=2 * config.num_attention_layers * config.num_kv_heads,
+        state_shapes=tuple(filter(None, config.state_shapes)),
         embedding_parameters=config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings),
         activation_values_per_row=3 * config.hidden_size + max(inner, 2 * projected),
         num_experts=moe.experts.num_experts if moe else 0,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from foreword.core.states import StateShape
 from foreword.kernels.ops import ExpertsConfig, MRopeSections
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
 from foreword.models.expert_weights import ExpertNames, MoEConfig
@@ -79,7 +80,14 @@ class DecoderConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
+    attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
+    conv_bias: bool = False  # short convolutions and their projections have biases
+    state_shapes: tuple[StateShape | None, ...] = ()  # of layers with state instead of attention; (): none
     moe: MoEConfig | None = None
+
+    @property
+    def num_attention_layers(self) -> int:
+        return len(self.layer_types) - sum(shape is not None for shape in self.state_shapes)
 
 
 def read_decoder_config(
@@ -95,7 +103,10 @@ def read_decoder_config(
     qk_norm: QKNorm | None = None,
     eps: float = 1e-6,
     theta: float = 10000.0,
+    eps_key: str = "rms_norm_eps",
     activation_key: str = "hidden_act",
+    activation: str | None = None,
+    intermediate_size: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
     """Read the shape of a Llama-like decoder. Raises CheckpointError.
@@ -103,6 +114,7 @@ def read_decoder_config(
     windows      one per layer, if any layer has a sliding window; or else
     layer_types  one per layer, if they differ in RoPE too
     head_dim, eps, theta, tie_word_embeddings  defaults
+    activation, intermediate_size  instead of those in the config
     """
     hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
     kv_heads = config.get_int("num_key_value_heads", heads)
@@ -121,13 +133,13 @@ def read_decoder_config(
         dtype=config.get_dtype(),
         vocab_size=read_vocab_size(config),
         hidden_size=hidden,
-        intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
+        intermediate_size=intermediate_size or config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         context_length=min(scaled_context_length(layer_type.rope, positions) for layer_type in layer_types),
-        eps=config.get_float("rms_norm_eps", eps),
-        activation=config.get_choice(activation_key, ACTIVATIONS),
+        eps=config.get_float(eps_key, eps),
+        activation=activation or config.get_choice(activation_key, ACTIVATIONS),
         layer_types=tuple(layer_types),
         tie_word_embeddings=config.get_bool("tie_word_embeddings", tie_word_embeddings),
         attn_scale=head_dim**-0.5,
@@ -194,6 +206,21 @@ def read_layer_windows(
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
+def read_attention_layers(
+    config: ConfigReader, state_type: str, has_attention: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Whether each layer has attention, not state: from `layer_types`, or else where has_attention(index)."""
+    num_layers, names = read_num_layers(config), (state_type, "full_attention")
+    default = tuple(names[has_attention(index)] for index in range(num_layers))
+    types = config.get_strs("layer_types", num_layers) or default
+    unknown = next((layer_type for layer_type in types if layer_type not in names), None)
+    if unknown is not None:
+        raise config.error("layer_types", f"has {unknown!r}; known: {', '.join(names)}")
+    if names[1] not in types:
+        raise config.error("layer_types", "has no full_attention")
+    return tuple(layer_type == names[1] for layer_type in types)
+
+
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:
     """`sliding_window`. 0 is none: transformers 5 writes it where windows are off, such as for Qwen2-MoE."""
     return config.get_optional_int("sliding_window", default, low=0) or None
@@ -209,16 +236,22 @@ def read_rope(
     context_length: int,
     default_theta: float = 10000.0,
     mrope_sections: MRopeSections | None = None,
+    partial_rotary_factor: float = 1.0,
 ) -> RopeConfig:
-    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`; mrope_sections is M-RoPE's default."""
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`; mrope_sections is M-RoPE's default.
+
+    Without them the options of M-RoPE have no effect: the axes of text are equal.
+    """
     theta = config.get_float("rope_theta", default_theta)
-    share = config.get_float("partial_rotary_factor", 1.0)
+    share = config.get_float("partial_rotary_factor", partial_rotary_factor)
     original = config.get_optional_int("original_max_position_embeddings")
     options = config.get_section("rope_parameters")
     older = config.get_section("rope_scaling")
     section = options or older or ConfigReader({}, config.source)
     if mrope_sections is not None:
         mrope_sections = _read_mrope_sections(section, mrope_sections)
+    else:
+        section = section.without(("mrope_section", "mrope_interleaved"))
     rope = read_rope_section(section, head_dim, context_length, theta, share, original)
     if mrope_sections is not None and sum(mrope_sections.sections) != rope.rotary_dim // 2:
         reason = f"has {sum(mrope_sections.sections)} angles, and a head has {rope.rotary_dim // 2}"

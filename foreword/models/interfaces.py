@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, KVLayer
+from foreword.core.batch import Batch, LayerCache
 from foreword.core.images import PromptImage
+from foreword.core.states import StateShape
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLayers
 from foreword.planning.memory import ModelInfo
@@ -36,8 +37,8 @@ class Precision:
 class KVCache(Protocol):
     """The KV cache, by layer."""
 
-    def layer(self, index: int) -> KVLayer:
-        """K and V of one layer."""
+    def layer(self, index: int) -> LayerCache:
+        """K and V of one layer, or its state."""
 
 
 class VisionEncoder(Protocol):
@@ -62,13 +63,17 @@ class Model(Protocol):
     ops: Ops
     info: ModelInfo
     vocab_size: int  # V: width of the logits
-    kv_layer_shapes: tuple[tuple[int, int], ...]  # (heads, head dimension) of each layer's KV cache
+    cache_shapes: tuple[tuple[int, int] | StateShape, ...]  # each layer's (heads, head dimension), or state
     vision_encoder: VisionEncoder | None
     lora: LoraLayers
 
     @property
     def uses_mrope(self) -> bool:
         """Whether batches need mrope_positions."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether batches need state_slots and anchor_tables."""
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length. Call it before anything is compiled."""

@@ -51,6 +51,21 @@ VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
         "qwen3_vl": Qwen3VL,
     }
 )
+# Multimodal checkpoints whose text alone runs here, and the prefixes of their tensors in files
+TEXT_MODELS: Mapping[str, str] = MappingProxyType(
+    {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+)
+TEXT_PREFIXES = MappingProxyType({"model.": ("model.language_model.", "language_model.model.", "model.")})
+TEXT_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
+STATE_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+UNUSED_PARTS = MappingProxyType(
+    {
+        "mtp.": "the MTP head, which drafts,",
+        "model.visual.": "the vision encoder",
+        "visual.": "the vision encoder",
+    }
+)
 EMBEDDING_TENSOR = "model.embed_tokens.weight"  # missing in checkpoints that were saved without a head
 INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
 
@@ -64,11 +79,13 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     if not is_gguf(path):
         spec = _read_config(path)
         if spec.quantization is None:
-            return _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
+            info = _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
+            return replace(info, unused_parts=_describe_unused(path, spec))
         files = QuantizedWeights(path, spec.quantization)
         renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
         model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
-        return files.with_memory_info(model.info)
+        info = files.with_memory_info(model.info)
+        return replace(info, unused_parts=_describe_unused(path, spec))
     gguf = open_gguf(path)
     architecture, config = _read_gguf_config(gguf)
     check_tensor_types(gguf, gguf_dequantize)
@@ -185,7 +202,7 @@ class _ModelSpec:
     architecture: type[Decoder]
     config: DecoderConfig
     vision: VisionModel | None = None  # None: text only
-    name: str = ""  # model_type of vision-language models
+    name: str = ""  # model_type in the config.json
     quantization: Quantization | None = None
 
 
@@ -218,6 +235,8 @@ def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -
     """Weights by the names that our models use; `names` are those in the files."""
     if spec.vision is not None:
         return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
+    if spec.name in TEXT_MODELS:
+        return MultipartWeights(weights, names, TEXT_PREFIXES)
     return weights if EMBEDDING_TENSOR in names else HeadlessWeights(weights)
 
 
@@ -228,7 +247,25 @@ def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) 
     if spec.vision is not None:
         prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
         ignored |= {name for name in names if name.startswith(prefixes)}
+    if spec.name in STATE_FAMILIES:
+        ignored |= {name for name in names if name.startswith(tuple(UNUSED_PARTS))}
     return ignored
+
+
+def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
+    """What the files hold beside the text, in words; () if there are no files."""
+    if spec.name not in STATE_FAMILIES:
+        return ()
+    try:
+        files = SafetensorsWeights(path)
+    except CheckpointError:  # loading says so, unless it is of random weights
+        return ()
+    parts: dict[str, int] = {}
+    for prefix, part in UNUSED_PARTS.items():
+        count = files.count_values(prefix)
+        if count:
+            parts[part] = parts.get(part, 0) + count
+    return tuple(f"{part} is not used yet ({count / 1e6:.1f} M values)" for part, count in parts.items())
 
 
 def _read_config(path: Path) -> _ModelSpec:
@@ -238,11 +275,30 @@ def _read_config(path: Path) -> _ModelSpec:
     reader = ConfigReader(read_json(file), str(file))
     quantization = read_quantization(reader, path)
     model_type = reader.get("model_type")
+    if model_type in TEXT_MODELS:
+        return _ModelSpec(*_read_text_model(reader), name=model_type, quantization=quantization)
     if not isinstance(model_type, str) or model_type not in VISION_MODELS:
-        return _ModelSpec(*_read_known_decoder(reader), quantization=quantization)
+        return _ModelSpec(*_read_known_decoder(reader), name=str(model_type), quantization=quantization)
     vision = VISION_MODELS[model_type].from_config(reader, path)
     reader.check_all_read()
     return _ModelSpec(vision.decoder_type, vision.decoder_config, vision, model_type, quantization)
+
+
+def _read_text_model(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
+    """The `text_config` of a multimodal checkpoint; data type and tying of the outer config override it."""
+    section = reader.get_section("text_config")
+    if section is None:
+        raise reader.error("text_config", "is missing")
+    model_type = TEXT_MODELS[reader.get("model_type")]
+    text = section.with_defaults({"model_type": model_type, "dtype": reader.get_dtype()})
+    text.require_value("model_type", model_type)
+    architecture, config = read_decoder(text)
+    for key in ("vision_config", *TEXT_KEYS):
+        reader.get(key, None)
+    tied = reader.get_bool("tie_word_embeddings", config.tie_word_embeddings)
+    reader.ignore_repeats_of(text)
+    reader.check_all_read()
+    return architecture, replace(config, tie_word_embeddings=tied)
 
 
 def _read_gguf_config(gguf: GGUFFile) -> tuple[type[Decoder], DecoderConfig]:

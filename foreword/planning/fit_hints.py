@@ -96,7 +96,7 @@ def _cache_options(
     """Contexts and KV caches that may fit."""
     size, block_size = memory_sizes(config, hardware, models), config.block_size
     context = models[0].context_len
-    free = max(hardware.free_bytes - size.weights, 0)
+    free = max(hardware.free_bytes - size.fixed, 0)
     reserve = cpu_reserve(hardware.free_bytes) if hardware.device == "cpu" else 0
     roomy, tight = (max(left, 0) // size.block * block_size for left in (free - reserve, free))
     need, cache = min_context(config, models[0]), roomy
@@ -112,9 +112,9 @@ def _sufficient_bytes(config: Config, hardware: HardwareInfo, models: Sequence[M
     """Free memory in which `config` fits."""
     size = memory_sizes(config, hardware, models)
     if config.kv_cache_memory is not None:
-        return size.weights + parse_num_blocks(config, size.block) * size.block
+        return size.fixed + parse_num_blocks(config, size.block) * size.block
     min_blocks = blocks_for(min_context(config, models[0]), config.block_size)
-    return min_free_bytes(size.weights + min_blocks * size.block)
+    return min_free_bytes(size.fixed + min_blocks * size.block)
 
 
 def _try(

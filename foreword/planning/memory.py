@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreword.config.options import Config
 from foreword.config.units import parse_bytes, parse_tokens
+from foreword.core.states import SEGMENT, StateShape, StateSizes
 from foreword.planning.hardware import HardwareInfo
 
 GIB = 1 << 30
@@ -21,6 +22,10 @@ CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 TILE_ROWS, TILE_ALIGNMENT = 16, 64  # packed weights on the CPU: csrc/common/packing.h
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
+STATE_DIVISOR, MAX_STATE_BYTES = (
+    4,
+    2 * GIB,
+)  # share of the free memory for states of running requests, and limit
 LARGE_GPU_BYTES = 64 * GIB
 LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
 
@@ -68,6 +73,8 @@ class ModelInfo:
     experts_per_token: int = 0
     expert_parameters: int = 0  # all experts but shared ones
     lora_values_per_rank: int = 0  # values of a LoRA adapter for all projections
+    state_shapes: tuple[StateShape, ...] = ()  # of layers with state
+    unused_parts: tuple[str, ...] = ()  # of the checkpoint, in words
 
     @property
     def active_parameters(self) -> int:
@@ -244,8 +251,69 @@ class MemorySizes:
     """Bytes of all models."""
 
     weights: int  # with room for adapters
-    block: int  # one block of the KV cache
+    block: int  # one block of the KV cache, with its share of the kept anchors
     lora: int  # room for adapters
+    states: int = 0  # of the requests that may run
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.states
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Memory of layers with state (core/states.py)."""
+
+    num_seqs: int
+    max_rows: int  # of a step that may be rejected
+    slot_bytes: int  # ring of a running request
+    anchor_bytes: int
+    interval: int  # tokens between the anchors that are kept in a long prompt
+
+    @property
+    def request_bytes(self) -> int:
+        """Of a running request, which holds up to two anchors."""
+        return self.slot_bytes + 2 * self.anchor_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of all running requests, and of dummy rows."""
+        return self.num_seqs * self.request_bytes + self.slot_bytes + self.anchor_bytes
+
+    def block_share(self, block_size: int) -> int:
+        """Bytes of kept anchors for each block of the KV cache."""
+        return -(-self.anchor_bytes * block_size // self.interval)
+
+    def sizes(self, num_tokens: int) -> StateSizes:
+        """Beside a KV cache of this many tokens."""
+        return StateSizes(
+            self.num_seqs + 1, 2 * self.num_seqs + 1 + num_tokens // self.interval, self.max_rows
+        )
+
+
+def plan_states(config: Config, hardware: HardwareInfo, model: ModelInfo) -> StatePlan | None:
+    """None for a model without such layers.
+
+    Anchors are kept at the interval at which they take about as much memory as K and V of its tokens.
+    """
+    if not model.state_shapes:
+        return None
+    dtype, _ = resolve_dtypes(config, hardware, model)
+    itemsize, max_rows = int(DTYPE_BYTES[dtype]), 1 + (bool(config.drafter_names()) and num_drafted(config))
+    slot_bytes = sum(shape.slot_bytes(itemsize, max_rows) for shape in model.state_shapes)
+    anchor_bytes = sum(shape.anchor_bytes(itemsize) for shape in model.state_shapes)
+    per_token = kv_bytes_per_token(model, resolve_kv_dtype(config, dtype))
+    tokens = max(-(-anchor_bytes // per_token), SEGMENT, config.block_size)
+    interval = 1 << (tokens - 1).bit_length()
+    num_seqs, _ = batch_limits(config, hardware, model)
+    return StatePlan(num_seqs, max_rows, slot_bytes, anchor_bytes, interval)
+
+
+def num_drafted(config: Config) -> int:
+    """Draft tokens of a step, at most."""
+    if config.num_speculative_tokens is not None:
+        return config.num_speculative_tokens
+    return 32 if config.draft_length == "adaptive" else 4
 
 
 def memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> MemorySizes:
@@ -253,31 +321,39 @@ def memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelI
     kv_dtype = resolve_kv_dtype(config, dtype)
     options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
     lora = lora_bytes(models[0], dtype, config.num_lora_slots, config.max_lora_rank)
+    states = plan_states(config, hardware, models[0])
+    block = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models)
+    if states is not None:
+        block += states.block_share(config.block_size)
     return MemorySizes(
         sum(weight_bytes(info, *options) for info in models) + lora,
-        config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models),
+        block,
         lora,
+        0 if states is None else states.fixed_bytes,
     )
 
 
 def estimate_gpu_memory(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> DeviceMemory:
     """The estimate before loading."""
     dtype, _ = resolve_dtypes(config, hardware, models[0])
-    _, rows = batch_limits(config, hardware)
+    _, rows = batch_limits(config, hardware, models[0])
     has_images = models[0].image_token_id is not None
     return estimate_memory(
         hardware.total_bytes,
         hardware.free_bytes,
         config.gpu_memory_utilization,
-        memory_sizes(config, hardware, models).weights,
+        memory_sizes(config, hardware, models).fixed,
         activations=max(activation_bytes(info, dtype, rows) for info in models),
         image_cache=parse_bytes("image_cache_memory", config.image_cache_memory) if has_images else 0,
         cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
     )
 
 
-def batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
-    """max_num_seqs and max_num_batched_tokens; if one is configured, it limits the other."""
+def batch_limits(config: Config, hardware: HardwareInfo, model: ModelInfo | None = None) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens; if one is configured, it limits the other.
+
+    By default the states of all requests of a model take a share of the free memory.
+    """
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     if hardware.device != "cuda":
         default_seqs, default_tokens = 64, 512
@@ -287,6 +363,10 @@ def batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
         default_seqs, default_tokens = 256, SMALL_GPU_BATCHED_TOKENS
     if num_seqs is None:
         num_seqs = min(default_seqs, num_tokens or 256)
+        if model is not None and model.state_shapes:
+            one = plan_states(replace(config, max_num_seqs=1), hardware, model)
+            room = min(hardware.free_bytes // STATE_DIVISOR, MAX_STATE_BYTES)
+            num_seqs = min(num_seqs, max(room // one.request_bytes, 1)) if one is not None else num_seqs
     return num_seqs, num_tokens or max(default_tokens, num_seqs)
 
 

@@ -17,6 +17,7 @@ from foreword.planning.memory import (
     kv_bytes_per_token,
     lora_bytes,
     min_context,
+    plan_states,
     resolve_dtypes,
     weight_bytes_by_format,
 )
@@ -105,7 +106,15 @@ class _Plan:
         if resolved is not None:
             tokens = resolved.num_blocks * config.block_size
         detail = f"{tokens} tokens in {dtype}, {format_bytes(per_token)} a token"
-        yield MemoryPart("KV cache", tokens * per_token, detail)
+        states = plan_states(config, self._hardware, self._model)
+        if states is None:
+            yield MemoryPart("KV cache", tokens * per_token, detail)
+            return
+        share = tokens // config.block_size * states.block_share(config.block_size)
+        detail += f", and a state of {format_bytes(states.anchor_bytes)} every {states.interval} tokens"
+        yield MemoryPart("KV cache", tokens * per_token + share, detail)
+        requests = f"{states.num_seqs} requests of {format_bytes(states.request_bytes)}"
+        yield MemoryPart("states", states.fixed_bytes, requests)
 
     def others(self, resolved: ResolvedConfig | None) -> Iterator[MemoryPart]:
         config, model = self._config, self._model
@@ -119,7 +128,7 @@ class _Plan:
                 if size and name not in ("weights", "image cache")
             )
             return
-        num_seqs, num_rows = batch_limits(config, self._hardware)
+        num_seqs, num_rows = batch_limits(config, self._hardware, model)
         row = max(info.activation_values_per_row for info in (model, self._drafter or model))
         logits = num_seqs * model.vocab_size * LOGIT_BYTES
         size = int(num_rows * row * DTYPE_BYTES[self._dtype]) + logits

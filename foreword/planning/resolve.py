@@ -20,6 +20,7 @@ from foreword.planning.memory import (
     DeviceMemory,
     MemorySizes,
     ModelInfo,
+    StatePlan,
     batch_limits,
     blocks_for,
     cpu_reserve,
@@ -27,7 +28,9 @@ from foreword.planning.memory import (
     kv_bytes_per_token,
     memory_sizes,
     min_context,
+    num_drafted,
     parse_num_blocks,
+    plan_states,
     resolve_dtypes,
     resolve_kv_dtype,
 )
@@ -78,6 +81,7 @@ class ResolvedConfig:
     max_loras: int = 0  # 0: LoRA is off
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    states: StatePlan | None = None  # of layers with state
     memory: DeviceMemory | None = None  # set for a GPU whose KV cache gets the remaining memory
     notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
 
@@ -146,7 +150,7 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
     model = models[0]
     dtype, weight_dtype = resolve_dtypes(config, hardware, model)
     sizes = memory_sizes(config, hardware, models)
-    max_num_seqs, max_num_batched_tokens = batch_limits(config, hardware)
+    max_num_seqs, max_num_batched_tokens = batch_limits(config, hardware, model)
     gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
     max_tokens = config.max_model_len or model.context_len
     max_useful_blocks = max_num_seqs * blocks_for(max_tokens, config.block_size)
@@ -172,12 +176,13 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
         kv_bytes=num_blocks * sizes.block,
         weight_bytes=sizes.weights,
         drafters=_resolve_drafters(config, hardware),
-        num_speculative_tokens=_num_speculative_tokens(config),
+        num_speculative_tokens=num_drafted(config),
         suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
         image_cache_bytes=parse_bytes("image_cache_memory", config.image_cache_memory),
         max_loras=config.num_lora_slots,
         max_lora_rank=config.max_lora_rank if config.num_lora_slots else 0,
         lora_bytes=sizes.lora,
+        states=plan_states(config, hardware, model),
         notes=_notes(config, hardware, model),
     )
     return _fit_gpu_memory(resolved, config, hardware, models) if gets_remaining_memory else resolved
@@ -245,14 +250,17 @@ def _with_kv_cache(
     block_size = resolved.block_size
     per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
     max_tokens = config.max_model_len or models[0].context_len
-    room = memory.kv_cache // (block_size * per_token)
+    block = block_size * per_token
+    if resolved.states is not None:
+        block += resolved.states.block_share(block_size)
+    room = memory.kv_cache // block
     if room < blocks_for(config.max_model_len or 1, block_size):
         raise _out_of_memory_error(config, memory, per_token)
     num_blocks = min(room, resolved.max_num_seqs * blocks_for(max_tokens, block_size))
     return replace(
         resolved,
         num_blocks=num_blocks,
-        kv_bytes=num_blocks * block_size * per_token,
+        kv_bytes=num_blocks * block,
         weight_bytes=memory.weights,
         max_model_len=_resolve_max_model_len(config, models[0], num_blocks),
         memory=memory,
@@ -299,7 +307,7 @@ def _default_threads(hardware: HardwareInfo, weights: int) -> int:
 
 def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, ...]:
     wants_bfloat16 = config.dtype == "auto" and model.dtype == "bfloat16"
-    notes = []
+    notes = list(model.unused_parts)
     if hardware.device == "cuda" and wants_bfloat16 and not hardware.supports_bfloat16:
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:
@@ -324,22 +332,16 @@ def _resolve_drafters(config: Config, hardware: HardwareInfo) -> tuple[str, ...]
     return tuple(dict.fromkeys("ngram" if name == "suffix" else name for name in names))
 
 
-def _num_speculative_tokens(config: Config) -> int:
-    if config.num_speculative_tokens is not None:
-        return config.num_speculative_tokens
-    return 32 if config.draft_length == "adaptive" else 4
-
-
 def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: MemorySizes) -> int:
     """KV blocks on a CPU: a share of the free memory, or more where the context needs it and it is there."""
     free = hardware.free_bytes
     usable = free - cpu_reserve(free)
     need = min_context(config, model)
-    room, min_blocks = (usable - size.weights) // size.block, blocks_for(need, config.block_size)
+    room, min_blocks = (usable - size.fixed) // size.block, blocks_for(need, config.block_size)
     if room < min_blocks:
         name = "model" if config.max_model_len is None else "max_model_len"
         raise _DoesNotFit(
-            f"the model does not fit: weights need {size.weights / GIB:.2f} GiB and the KV cache of {need} "
+            f"the model does not fit: weights need {size.fixed / GIB:.2f} GiB and the KV cache of {need} "
             f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory"
             f"{_cgroup_note(hardware)} {usable / GIB:.2f} GiB may be used",
             name,
@@ -354,10 +356,10 @@ def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: MemoryS
     if num_blocks < 1:
         raise _DoesNotFit(f"kv_cache_memory {text} holds no block of {size.block} bytes", "kv_cache_memory")
     kv_bytes = num_blocks * size.block
-    if size.weights + kv_bytes > hardware.free_bytes:
+    if size.fixed + kv_bytes > hardware.free_bytes:
         raise _DoesNotFit(
             f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights "
-            f"{size.weights / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free"
+            f"{size.fixed / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free"
             f"{_cgroup_note(hardware)}",
             "kv_cache_memory",
         )

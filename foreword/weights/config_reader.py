@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -189,6 +189,12 @@ class ConfigReader:
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
         """The same options, with defaults for missing ones."""
         return ConfigReader({**defaults, **self._values}, self.source)
+
+    def without(self, keys: Collection[str]) -> ConfigReader:
+        """The options but these, which have no effect."""
+        return ConfigReader(
+            {key: value for key, value in self._values.items() if key not in keys}, self.source
+        )
 
     def require_value(self, key: str, value: Any) -> None:
         """The option must be missing or have this value, the only supported one."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
-from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 
 
@@ -44,15 +43,12 @@ class PrefixedWeights:
         return PrefixedWeights(self._weights, self._prefix + prefix)
 
 
-class DeinterleavedWeights(PrefixedWeights):
-    """Weights of a layer whose RoPE turns neighbours: rows of q and k in the order of RoPE in halves.
+class ReorderedWeights(PrefixedWeights):
+    """Weights of a layer with the rows of some projections in another order: int64 [N], by their names."""
 
-    Scores stay the same, since rows of q and k move alike. `num_heads` maps projections to their heads.
-    """
-
-    def __init__(self, weights: Weights, num_heads: Mapping[str, int]) -> None:
+    def __init__(self, weights: Weights, row_orders: Mapping[str, Tensor]) -> None:
         super().__init__(weights, "")
-        self._num_heads = num_heads
+        self._row_orders = row_orders
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._reorder(name, super().tensor(name, *shape))
@@ -81,8 +77,8 @@ class DeinterleavedWeights(PrefixedWeights):
         return self._reorder(name, matrix)
 
     def _reorder(self, name: str, rows: Tensor) -> Tensor:
-        heads = self._num_heads.get(name.partition(".")[0])
-        return rows if heads is None else deinterleave_heads(rows, heads)
+        order = self._row_orders.get(name.partition(".")[0])
+        return rows if order is None or len(rows) != len(order) else rows[order.to(rows.device)]
 
 
 class HeadlessWeights(PrefixedWeights):

@@ -181,6 +181,11 @@ class SafetensorsWeights:
         """Size of all files."""
         return self._bytes_total
 
+    def count_values(self, prefix: str) -> int:
+        """Values of the tensors whose names start with the prefix."""
+        names = (name for name in self._file_by_name if name.startswith(prefix))
+        return sum(math.prod(self._file_by_name[name].entries[name].shape) for name in names)
+
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raises CheckpointError if a file's header has no such tensor, or another shape or type."""
         for part, part_shape in self._parts(name, shape).items():

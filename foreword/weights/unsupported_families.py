@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 MLA = "it needs multi-head latent attention (MLA)"
-RECURRENT = "it needs recurrent layers"
+RECURRENT = "it needs Mamba, RWKV or other recurrent layers"
 KV_SHARING = "it needs Gemma 4's shared KV layers; gemma3_text and gemma2 run"
 HEADS = "it needs trained heads for drafting"
 VISION = "it needs another vision encoder; llava, llava_next, qwen2_vl, qwen2_5_vl and qwen3_vl run"
@@ -29,10 +29,10 @@ MISSING_FEATURES: Mapping[str, str] = MappingProxyType(
         "granitehybrid": f"{RECURRENT}; granite and granitemoe run",
         "granitemoehybrid": f"{RECURRENT}; granite and granitemoe run",
         "olmohybrid": f"{RECURRENT}; olmo2 and olmo3 run",
-        "qwen35": f"{RECURRENT}; qwen3 and qwen3_moe run",
-        "qwen3next": f"{RECURRENT}; qwen3 and qwen3_moe run",
-        **dict.fromkeys(("bamba", "falconh1", "falconmamba", "jamba", "kimilinear", "lfm2"), RECURRENT),
-        **dict.fromkeys(("lfm3", "mamba", "minimax", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
+        "lfm2vl": f"{VISION}; lfm2 runs",
+        **dict.fromkeys(("bamba", "falconh1", "falconmamba", "jamba", "kimilinear"), RECURRENT),
+        "lfm3": f"{RECURRENT}; lfm2 runs",
+        **dict.fromkeys(("mamba", "minimax", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
         **dict.fromkeys(("rwkv", "zamba"), RECURRENT),
         **dict.fromkeys(("eagle", "medusa", "mlpspeculator", "speculator"), HEADS),
         **dict.fromkeys(("bart", "mbart", "pegasus", "t5", "mt5", "whisper"), PAIR),

@@ -74,6 +74,21 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 1.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+DELTA_NET_EXPERTS: dict[str, Any] = {
+    **DELTA_NET,
+    **EXPERTS,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -137,6 +152,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "shared_intermediate_size": 80,
     },
+    "lfm2": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rms_norm_eps": ...,
+        "hidden_act": ...,
+        "norm_eps": 1e-5,
+        "block_multiple_of": 16,
+    },
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_next": DELTA_NET_EXPERTS,
+    "qwen3_5_moe_text": DELTA_NET_EXPERTS,
 }
 MOE_FAMILIES = tuple(family for family, options in FAMILIES.items() if "num_experts_per_tok" in options)
 ARCHITECTURES = {
@@ -162,7 +188,13 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+STATE_FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+DELTA_NET_FAMILIES = STATE_FAMILIES[1:]
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
 
@@ -274,6 +306,8 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh a tied embedding, or every token would repeat itself."""
     if name.endswith("norm.weight"):
         return 0.2 * value + _norm_center(name, config["model_type"])
+    if name.endswith("A_log"):
+        return 0.5 * value - 1.0  # states that fade over some tens of tokens
     if name.endswith(("bias", "sinks")):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
@@ -282,6 +316,8 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 def _norm_center(name: str, family: str) -> float:
+    if family in DELTA_NET_FAMILIES and "linear_attn" not in name:
+        return 0.0
     if not family.startswith("gemma"):
         is_branch_end = family in POST_NORM_FAMILIES and "post_" in name
         return (0.7 if "attention" in name else 2.0) if is_branch_end else 1.0
@@ -301,7 +337,8 @@ def norm_shapes(name: str, size: int) -> Shapes:
 def shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    last_norm = "embedding_norm" if config["model_type"] == "lfm2" else "norm"
+    result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), f"model.{last_norm}.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
@@ -310,13 +347,29 @@ def shapes(config: dict[str, Any]) -> Shapes:
         is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
         is_dense |= not is_sparse
         feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
-        layer = {**_norm_shapes(config), **_attention_shapes(config), **feed_forward}
+        layer_type = _layer_type(config, index)
+        branch = {"conv": _short_conv_shapes, "linear_attention": _delta_net_shapes}
+        mixer = branch.get(layer_type, _attention_shapes)(config)
+        layer = {**_norm_shapes(config), **mixer, **feed_forward}
         result |= {prefix + name: shape for name, shape in layer.items()}
     return result
 
 
+def _layer_type(config: dict[str, Any], index: int) -> str:
+    family = config["model_type"]
+    if "layer_types" in config:
+        return str(config["layer_types"][index])
+    if family == "lfm2":
+        return "full_attention" if index in config["full_attn_idxs"] else "conv"
+    if family not in DELTA_NET_FAMILIES or (index + 1) % config.get("full_attention_interval", 4) == 0:
+        return "full_attention"
+    return "linear_attention"
+
+
 def _norm_shapes(config: dict[str, Any]) -> Shapes:
-    if config["model_type"] in POST_NORM_FAMILIES:
+    if config["model_type"] == "lfm2":
+        names = ["operator_norm", "ffn_norm"]
+    elif config["model_type"] in POST_NORM_FAMILIES:
         names = ["post_attention_layernorm", "post_feedforward_layernorm"]
     else:
         names = ["input_layernorm", "post_attention_layernorm"]
@@ -325,19 +378,48 @@ def _norm_shapes(config: dict[str, Any]) -> Shapes:
     return {f"{name}.weight": (config["hidden_size"],) for name in names}
 
 
+def _short_conv_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, bias = config["hidden_size"], config.get("conv_bias", False)
+    result = linear_shapes("conv.in_proj", 3 * hidden, hidden, bias)
+    result |= linear_shapes("conv.out_proj", hidden, hidden, bias)
+    result["conv.conv.weight"] = (hidden, 1, config.get("conv_L_cache", 3))
+    return {**result, "conv.conv.bias": (hidden,)} if bias else result
+
+
+def _delta_net_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values, value_dim = heads * config["linear_value_head_dim"], config["linear_value_head_dim"]
+    outputs = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_a": heads, "in_proj_b": heads}
+    if config["model_type"] == "qwen3_next":
+        outputs = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    return {
+        **{f"linear_attn.{name}.weight": (size, hidden) for name, size in outputs.items()},
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, config.get("linear_conv_kernel_dim", 4)),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (value_dim,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
 def _attention_shapes(config: dict[str, Any]) -> Shapes:
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     q, kv = heads * head_dim, (config["num_key_value_heads"] or heads) * head_dim
     outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    if family in DELTA_NET_FAMILIES:
+        outputs["q_proj"] = 2 * q
     result: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
-    result["self_attn.o_proj.weight"] = (hidden, q)
+    result[f"self_attn.{'out_proj' if family == 'lfm2' else 'o_proj'}.weight"] = (hidden, q)
     has_bias = config.get("attention_bias", family == "gpt_oss") or config.get("use_bias")
     if family in ("qwen2", "qwen2_moe") or has_bias:
         result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
     if has_bias:
         result["self_attn.o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
+    if family == "lfm2":
+        result |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in ("q", "k")}
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", *DELTA_NET_FAMILIES):
         result |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     if family in ("olmo2", "olmo3", "olmoe"):
         result |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
@@ -349,7 +431,12 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _mlp_shapes(config: dict[str, Any]) -> Shapes:
-    hidden, size = config["hidden_size"], config["intermediate_size"]
+    hidden, size = config["hidden_size"], config.get("block_ff_dim") or config["intermediate_size"]
+    if config["model_type"] == "lfm2":
+        multiple = config["block_multiple_of"]
+        size = -(-(2 * size // 3) // multiple) * multiple
+        names = {"w1": (size, hidden), "w2": (hidden, size), "w3": (size, hidden)}
+        return {f"feed_forward.{name}.weight": shape for name, shape in names.items()}
     outputs = (
         {"gate_up_proj": 2 * size} if config["model_type"] == "phi3" else {"gate_proj": size, "up_proj": size}
     )

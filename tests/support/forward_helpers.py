@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
 from foreword.core.images import MRopePositions, PromptImage
+from foreword.core.states import NO_ANCHOR, SEGMENT, StateSizes
 from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
@@ -39,7 +40,9 @@ class ForwardHelper:
         )
         self.block_size = block_size
         num_blocks = -(-max_len // block_size)
-        self.kv = KVStorage(num_blocks, block_size, self.model.kv_layer_shapes, kv_dtype or dtype)
+        self.states = StateSizes(2, max_len // SEGMENT + 2, max_rows=max_len)  # an anchor for each segment
+        options = (kv_dtype or dtype, "cpu", self.states, getattr(torch, dtype))
+        self.kv = KVStorage(num_blocks, block_size, self.model.cache_shapes, *options)
         self.compiled = with_graphs(self.model.ops, self.model.compile_logits(self.kv))
         self.features: dict[bytes, Tensor] = {}
         self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
@@ -48,8 +51,13 @@ class ForwardHelper:
         """float32 [len(token_ids), V]; positions before `start` are cached; `images` of the request."""
         end = start + len(token_ids)
         features = self._features(images, start, end)
-        chunk = Chunk(token_ids, start, self.blocks, len(token_ids), MRopePositions(images), features)
-        batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu", self.model.uses_mrope)
+        positions = MRopePositions(images)
+        anchors = [segment or NO_ANCHOR for segment in range(start // SEGMENT, end // SEGMENT + 1)]
+        chunk = Chunk(
+            token_ids, start, self.blocks, len(token_ids), positions, features, state_slot=1, anchors=anchors
+        )
+        tile, mrope, states = self.model.ops.row_tile, self.model.uses_mrope, self.model.has_states
+        batch = build_batch([chunk], self.block_size, tile, "cpu", mrope, with_states=states)
         with torch.inference_mode():
             return self.compiled(batch).clone()
 

@@ -159,7 +159,7 @@ class GraphTestBed:
     def __init__(self, path: Path, ops: Ops | None = None) -> None:
         self.ops = GraphCapturableOps() if ops is None else ops
         self.model = load_model(path, self.ops, Precision.from_dtypes("float32"), "cpu", CONTEXT_LEN)
-        self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layer_shapes, "float32")
+        self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.cache_shapes, "float32")
         forward = with_graphs(self.ops, self.model.compile_logits(self.kv))
         assert isinstance(forward, GraphRunner)
         self.forward = forward
@@ -177,5 +177,5 @@ class GraphTestBed:
         return [part[BLOCK_SIZE:].clone() for part in self._parts()]
 
     def _parts(self) -> Sequence[Tensor]:
-        layers = [self.kv.layer(index) for index in range(len(self.model.kv_layer_shapes))]
+        layers = [self.kv.layer(index) for index in range(len(self.model.cache_shapes))]
         return [part for layer in layers for part in (layer.k, layer.v)]

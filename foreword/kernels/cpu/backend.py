@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
 from foreword.kernels.cpu.library import (
     ISAS,
     AddressSpace,
@@ -25,6 +25,7 @@ from foreword.kernels.cpu.library import (
     Operand,
     ProgramInputs,
     RopeTable,
+    StateOperation,
     load_library,
     supported_isas,
 )
@@ -36,6 +37,7 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
+GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2})  # enum Gate
 NUM_AXES = 3  # of M-RoPE positions
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
@@ -83,7 +85,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Trace `forward` over three rows of the null block; each call overwrites the last result."""
         chunk = Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)
-        batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True, with_lora=True)
+        batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True, with_lora=True, with_states=True)
         assert batch.mrope_positions is not None
         for positions in (batch.positions, batch.mrope_positions):
             positions.zero_()  # a model may have fewer positions than there are rows here
@@ -137,6 +139,52 @@ class CpuOps(NativeSampling, UnfusedOps):
         sizes = (x.shape[1], DTYPE_IDS[gate.dtype])
         return self._execute(
             Opcode.SCALE_BY_SIGMOID, (x, gate), torch.empty(x.shape, dtype=x.dtype), sizes=sizes
+        )
+
+    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        assert x.shape == gate.shape and x.dtype == gate.dtype
+        sizes = (x.shape[1], GATES[activation])
+        return self._execute(Opcode.GATE, (x, gate), torch.empty(x.shape, dtype=x.dtype), sizes=sizes)
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, state: StateLayer, batch: Batch
+    ) -> Tensor:
+        shape = state.shape
+        assert activation in ("none", "silu") and x.dtype == state.inputs.dtype
+        assert x.shape[1:] == (shape.channels,) and weight.shape == (shape.kernel_size, shape.channels)
+        return self._execute(
+            Opcode.CAUSAL_CONV,
+            (x,),
+            torch.empty(x.shape, dtype=x.dtype),
+            target=_state_operation(state, weight, bias),
+            keep_alive=(state, weight, bias),
+            sizes=(GATES[activation],),
+            batch=batch,
+        )
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        shape, rows = state.shape, qkv.shape[0]
+        heads = shape.value_heads
+        assert qkv.dtype == alpha.dtype == beta.dtype == state.keys.dtype == state.updates.dtype
+        assert alpha.shape == beta.shape == (rows, heads) and rates.shape == offsets.shape == (heads,)
+        assert qkv.shape[1] == 2 * shape.key_heads * shape.key_dim + heads * shape.value_dim
+        assert shape.key_dim % 16 == shape.value_dim % 16 == heads % shape.key_heads == 0
+        return self._execute(
+            Opcode.DELTA_RULE,
+            (qkv, alpha, beta),
+            torch.empty(rows, heads, shape.value_dim, dtype=qkv.dtype),
+            target=_state_operation(state, rates, offsets),
+            keep_alive=(state, rates, offsets),
+            batch=batch,
         )
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
@@ -338,6 +386,32 @@ def _make_operand(tensor: Tensor) -> Operand:
     """Rows along the first dimension, each contiguous."""
     assert tensor.device.type == "cpu" and tensor[:1].is_contiguous(), "values of a row must be consecutive"
     return Operand(AddressSpace.ABSOLUTE, tensor.data_ptr(), 0, tensor.stride(0) * tensor.itemsize)
+
+
+def _state_operation(state: StateLayer, weight: Tensor, bias: Tensor | None) -> StateOperation:
+    shape, tensors = state.shape, (state.inputs, state.tails, state.keys, state.updates)
+    vectors = [vector for vector in (weight, bias, state.decays, state.matrices) if vector is not None]
+    assert all(tensor.is_contiguous() for tensor in (*tensors, *vectors))
+    assert all(vector.dtype == torch.float32 for vector in vectors)
+    assert state.inputs.shape[1] == state.keys.shape[1] == state.updates.shape[1] == state.decays.shape[1]
+    return StateOperation(
+        DTYPE_IDS[state.inputs.dtype],
+        0,
+        shape.channels,
+        shape.kernel_size,
+        shape.key_heads,
+        shape.value_heads,
+        shape.key_dim,
+        shape.value_dim,
+        state.inputs.shape[1],
+        state.inputs.shape[0],
+        state.tails.shape[0],
+        *(tensor.data_ptr() for tensor in tensors),
+        state.decays.data_ptr(),
+        state.matrices.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+    )
 
 
 def _kv_pointers(cache: KVLayer) -> KVPointers:

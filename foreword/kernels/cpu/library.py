@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 10  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 11  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -58,6 +58,7 @@ INPUT_ERRORS = (  # enum InputError
     "the rows' ids are not those given",
     "the weight's format and shape do not match",
     "the text is not in the index",
+    "a request's state is outside of its memory",
 )
 
 
@@ -76,6 +77,9 @@ class Opcode(IntEnum):
     SCALE_BY_SIGMOID = 11
     GATHER_COLUMNS = 12
     ADD_LORA = 13
+    GATE = 14
+    CAUSAL_CONV = 15
+    DELTA_RULE = 16
 
 
 class AddressSpace(IntEnum):
@@ -90,6 +94,8 @@ class AddressSpace(IntEnum):
     MROPE_POSITIONS = 8
     OUTPUT = 9
     LORA_SLOTS = 10
+    STATE_SLOTS = 11
+    ANCHOR_TABLES = 12
 
 
 NUM_SPACES = len(AddressSpace)
@@ -126,6 +132,7 @@ class ProgramInputs(ctypes.Structure):
         ("num_requests", c_int64),
         ("table_width", c_int64),
         ("block_size", c_int64),
+        ("anchor_width", c_int64),
         ("spaces", c_void_p * NUM_SPACES),
     )
 
@@ -203,6 +210,32 @@ class AttentionLayer(ctypes.Structure):
     """K and V of one layer, and the sinks of its heads (or null)."""
 
     _fields_ = (("kv", KVPointers), ("sinks", c_void_p))
+
+
+class StateOperation(ctypes.Structure):
+    """A layer with state and the vectors of its operation; csrc/states/states.h defines the fields."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("reserved", c_int32),
+        ("channels", c_int64),
+        ("kernel_size", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("ring", c_int64),
+        ("num_slots", c_int64),
+        ("num_anchors", c_int64),
+        ("inputs", c_void_p),
+        ("tails", c_void_p),
+        ("keys", c_void_p),
+        ("updates", c_void_p),
+        ("decays", c_void_p),
+        ("matrices", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+    )
 
 
 class ExpertMatrices(ctypes.Structure):

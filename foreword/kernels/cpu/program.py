@@ -31,6 +31,8 @@ BATCH_SPACES = {
     "sample_rows": AddressSpace.SAMPLE_ROWS,
     "mrope_positions": AddressSpace.MROPE_POSITIONS,
     "lora_slots": AddressSpace.LORA_SLOTS,
+    "state_slots": AddressSpace.STATE_SLOTS,
+    "anchor_tables": AddressSpace.ANCHOR_TABLES,
 }
 
 JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct DraftJob
@@ -90,7 +92,8 @@ class ProgramBuilder:
         if base in self.buffers:
             return Operand(AddressSpace.ARENA, operand.address - base, base, operand.stride)
         for name, space in BATCH_SPACES.items():
-            if base == _storage_address(getattr(self.batch, name)):
+            tensor_of_batch = getattr(self.batch, name)
+            if tensor_of_batch is not None and base == _storage_address(tensor_of_batch):
                 return Operand(space, operand.address - base, 0, operand.stride)
         raise AssertionError("an operand from outside: a forward pass may use only Ops and views")
 
@@ -166,6 +169,7 @@ def build_inputs(batch: Batch) -> tuple[ProgramInputs, array[int]]:
         len(batch.seq_lens),
         batch.block_tables.shape[1],
         batch.block_size,
+        1 if batch.anchor_tables is None else batch.anchor_tables.shape[1],
     )
     spaces = inputs.spaces
     for name, space in BATCH_SPACES.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.batch import Batch, KVLayer
+from foreword.core.batch import Batch, KVLayer, StateLayer
 from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import (
@@ -26,6 +26,7 @@ from foreword.kernels.reference.attention import (
     map_values,
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
+from foreword.kernels.reference.states import GATES, causal_conv, gated_delta_rule
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # constants of "gpt_oss"
 
@@ -146,6 +147,27 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         scale = map_values(torch.sigmoid, gate.to(torch.float32))
         return (x.to(torch.float32) * scale).to(x.dtype)
+
+    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        factor = map_values(GATES[activation], gate.to(torch.float32))
+        return (x.to(torch.float32) * factor).to(x.dtype)
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, state: StateLayer, batch: Batch
+    ) -> Tensor:
+        return causal_conv(x, weight, bias, activation, state, batch)
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        return gated_delta_rule(qkv, alpha, beta, rates, offsets, state, batch)
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
         """See Ops.add_lora: each row alone, so that no other row can change its bits."""

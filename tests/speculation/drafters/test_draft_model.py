@@ -178,7 +178,7 @@ def drafter_of(
     if counted is not None:
         compiled = model.compile_logits
         model.compile_logits = lambda kv: counted.append(Passes(compiled(kv))) or counted[-1]  # type: ignore
-    kv = KVStorage(blocks, 4, model.kv_layer_shapes, "float32", "cpu")
+    kv = KVStorage(blocks, 4, model.cache_shapes, "float32", "cpu")
     return ModelDrafter(
         model, kv, Sampler(ops, model.vocab_size, [3]), BlockPool(blocks), 4, max_rows, max_len
     )

@@ -56,7 +56,7 @@ def model_of(path: Path, max_len: int) -> Model:
 
 def drafter_of(path: Path, max_len: int = 256, blocks: int = 200, max_rows: int = 256) -> ModelDrafter:
     model = model_of(path, max_len)
-    kv = KVStorage(blocks, BLOCK_SIZE, model.kv_layer_shapes, "float32", "cpu")
+    kv = KVStorage(blocks, BLOCK_SIZE, model.cache_shapes, "float32", "cpu")
     sampler = Sampler(model.ops, model.vocab_size, [IMAGE_TOKEN_ID])
     return ModelDrafter(model, kv, sampler, BlockPool(blocks), BLOCK_SIZE, max_rows, max_len)
 

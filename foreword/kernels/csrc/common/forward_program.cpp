@@ -27,7 +27,8 @@ CpuContext::CpuContext(Isa isa, int num_threads)
       rows_(row_kernels(isa)),
       dense_(dense_linear(isa)),
       quantized_(quantized_linear(isa)),
-      attention_(attention(isa)) {}
+      attention_(attention(isa)),
+      states_(state_kernels(isa)) {}
 
 // Memory and rows of the instructions of one run.
 class Operands {
@@ -75,6 +76,8 @@ public:
                 const int64_t num_slots = static_cast<const LoraTable*>(c.object)->num_slots;
                 return check(c.in[1], c, 1, NO_ADAPTER, num_slots, InputError::ADAPTER_SLOT);
             }
+            case Opcode::CAUSAL_CONV:
+            case Opcode::DELTA_RULE: return check_states(static_cast<const StateOperation*>(c.object)->layer);
             default: return InputError::NONE;
         }
     }
@@ -156,7 +159,39 @@ private:
         }
     }
 
+    // All layers have as many slots and anchors, but for layers of other models.
+    InputError check_states(const StateLayer& layer) {
+        if (layer.num_slots == checked_slots_ && layer.num_anchors == checked_anchors_) return InputError::NONE;
+        if (base(AddressSpace::STATE_SLOTS) == nullptr || base(AddressSpace::ANCHOR_TABLES) == nullptr) return InputError::STATE;
+        const int64_t* starts = ints(AddressSpace::QUERY_START_LOC);
+        if (starts[0] < 0 || starts[inputs_.num_requests] > inputs_.num_rows) return InputError::ROW_STARTS;
+        for (int64_t i = 0; i < inputs_.num_requests; i++) {
+            if (starts[i] > starts[i + 1] || starts[i + 1] > inputs_.num_rows) return InputError::ROW_STARTS;
+            if (starts[i] < starts[i + 1] && !is_state_valid(layer, i)) return InputError::STATE;
+        }
+        checked_slots_ = layer.num_slots;
+        checked_anchors_ = layer.num_anchors;
+        return InputError::NONE;
+    }
+
+    // The positions of a request's rows follow each other; its first segment has an anchor unless it starts at 0.
+    bool is_state_valid(const StateLayer& layer, int64_t request) const {
+        const int64_t begin = ints(AddressSpace::QUERY_START_LOC)[request], end = ints(AddressSpace::QUERY_START_LOC)[request + 1];
+        const int64_t* positions = ints(AddressSpace::POSITIONS);
+        const int64_t first = positions[begin], slot = ints(AddressSpace::STATE_SLOTS)[request];
+        if (first < 0 || slot < 0 || slot >= layer.num_slots) return false;
+        for (int64_t row = begin; row < end; row++)
+            if (positions[row] != first + row - begin) return false;
+        const int64_t segments = (first + end - begin) / SEGMENT - first / SEGMENT + 1;
+        if (segments > inputs_.anchor_width) return false;
+        const int64_t* anchors = ints(AddressSpace::ANCHOR_TABLES) + request * inputs_.anchor_width;
+        for (int64_t i = 0; i < segments; i++)
+            if (anchors[i] < NO_ANCHOR || anchors[i] >= layer.num_anchors) return false;
+        return first < SEGMENT || anchors[0] != NO_ANCHOR;
+    }
+
     Range ranges_[MAX_RANGES];
+    int64_t checked_slots_ = -1, checked_anchors_ = -1;
     BlockRange windows_[MAX_WINDOWS];
     int num_ranges_ = 0, num_windows_ = 0;
 };
@@ -184,6 +219,9 @@ public:
             case Opcode::SCALE_BY_SIGMOID: return scale_by_sigmoid(c);
             case Opcode::GATHER_COLUMNS: return gather_columns(c);
             case Opcode::ADD_LORA: return add_lora(c);
+            case Opcode::GATE: return gate(c);
+            case Opcode::CAUSAL_CONV: return causal_conv(c);
+            case Opcode::DELTA_RULE: return delta_rule(c);
         }
     }
 
@@ -280,6 +318,30 @@ private:
     void add_lora(const Instruction& c) {
         const LoraTable& table = *static_cast<const LoraTable*>(c.object);
         foreword::add_lora(context_, cpu_.rows_, {table, ints(c.in[1]), c.type, rows(c.in[0]), rows(c.out), count(c)});
+    }
+
+    // in: x, gate; sizes: width, kind of gate
+    void gate(const Instruction& c) {
+        const auto kind = static_cast<Gate>(c.sizes[1]);
+        cpu_.states_.gate(context_, {kind, c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
+    }
+
+    StateRows state_rows() const {
+        return {ints(AddressSpace::POSITIONS), ints(AddressSpace::QUERY_START_LOC), ints(AddressSpace::STATE_SLOTS),
+                ints(AddressSpace::ANCHOR_TABLES), inputs_.num_requests, inputs_.anchor_width};
+    }
+
+    // in: x; object: StateOperation; sizes: kind of gate
+    void causal_conv(const Instruction& c) {
+        const auto& [layer, weight, bias] = *static_cast<const StateOperation*>(c.object);
+        const auto kind = static_cast<Gate>(c.sizes[0]);
+        cpu_.states_.causal_conv(context_, {layer, state_rows(), weight, bias, kind, rows(c.in[0]), rows(c.out)});
+    }
+
+    // in: qkv, alpha, beta; object: StateOperation with rates and offsets
+    void delta_rule(const Instruction& c) {
+        const auto& [layer, rates, offsets] = *static_cast<const StateOperation*>(c.object);
+        cpu_.states_.delta_rule(context_, {layer, state_rows(), rates, offsets, rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out)});
     }
 
     CpuContext& cpu_;

@@ -5,17 +5,19 @@
 
 #include "common/input_error.h"
 #include "common/kernels.h"
+#include "states/states.h"
 
 namespace foreword {
 
 enum class Opcode : int32_t {
     LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP, EXPERTS, SCALE_BY_SIGMOID,
-    GATHER_COLUMNS, ADD_LORA
+    GATHER_COLUMNS, ADD_LORA, GATE, CAUSAL_CONV, DELTA_RULE
 };
 
 // The base of an address.
 enum class AddressSpace : int64_t {
-    ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, QUERY_START_LOC, SAMPLE_ROWS, MROPE_POSITIONS, OUTPUT, LORA_SLOTS, COUNT
+    ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, QUERY_START_LOC, SAMPLE_ROWS, MROPE_POSITIONS, OUTPUT, LORA_SLOTS,
+    STATE_SLOTS, ANCHOR_TABLES, COUNT
 };
 
 // Rows from spaces[space] + address + per_row * (rows of the batch), `stride` bytes apart.
@@ -38,6 +40,13 @@ struct AttentionLayer {
     const float* sinks;
 };
 
+// A layer with state, and two vectors: see CausalConvArgs and DeltaRuleArgs.
+struct StateOperation {
+    StateLayer layer;
+    const float* weight;
+    const float* bias;
+};
+
 // One operation; the functions of forward_program.cpp define its fields.
 //   sampled  it runs on the sampled rows, else on all rows of the batch
 struct Instruction {
@@ -53,7 +62,7 @@ struct Instruction {
 
 // The inputs of one run: see core/batch.py.
 struct ProgramInputs {
-    int64_t num_rows, num_sampled, num_requests, table_width, block_size;
+    int64_t num_rows, num_sampled, num_requests, table_width, block_size, anchor_width;
     char* spaces[static_cast<int>(AddressSpace::COUNT)];
 };
 
@@ -73,6 +82,7 @@ private:
     const RowKernels& rows_;
     Linear dense_, quantized_;
     Attention attention_;
+    const StateKernels& states_;
 
     friend class Interpreter;
 };

@@ -1,0 +1,130 @@
+"""LFM2: gated short convolutions, and attention in some of the layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from foreword.core.batch import KVLayer, StateLayer
+from foreword.core.states import StateShape
+from foreword.layers.attention import ForwardContext
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    MAX_HIDDEN_SIZE,
+    DecoderConfig,
+    QKNorm,
+    read_attention_layers,
+    read_decoder_config,
+)
+from foreword.weights.config_reader import ConfigReader
+
+THETA = 1_000_000.0
+MAX_KERNEL_SIZE = 16
+TRAINING_KEYS = (
+    "block_mlp_init_scale",
+    "block_out_init_scale",
+    "block_use_xavier_init",
+    "conv_use_xavier_init",
+)
+
+
+class Lfm2(Decoder):
+    """The MLP has two thirds of `intermediate_size`, rounded up, unless block_auto_adjust_ff_dim is off."""
+
+    NORM: ClassVar[str] = "embedding_norm"
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `lfm2`"""
+        for key in ("block_norm_eps", *TRAINING_KEYS):
+            config.get(key, None)  # without effect
+        bias, kernel_size = read_conv_options(config)
+        base = read_decoder_config(
+            config,
+            "lfm2",
+            qk_norm=QKNorm(("q_layernorm", "k_layernorm")),
+            eps=1e-5,
+            eps_key="norm_eps",
+            theta=THETA,
+            activation="silu",
+            intermediate_size=_read_intermediate_size(config),
+            tie_word_embeddings=config.get_bool("tie_embedding", True),
+        )
+        for key in ("block_dim", "conv_dim", "conv_dim_out"):
+            config.require_value(key, base.hidden_size)
+        for key, value in (("num_heads", base.num_heads), ("block_use_swiglu", True), ("use_pos_enc", True)):
+            config.require_value(key, value)
+        return replace(
+            base, conv_bias=bias, state_shapes=read_conv_layers(config, base.hidden_size, kernel_size)
+        )
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return AttentionLayer(builder) if builder.state_shape is None else ConvLayer(builder)
+
+
+class _Layer:
+    """Norm, branch, norm, MLP or mixture of experts, with a residual around each branch."""
+
+    def __init__(self, builder: LayerBuilder) -> None:
+        self._norm = builder.norm("operator_norm")
+        self._mlp_norm = builder.norm("ffn_norm")
+        self._mlp = builder.feed_forward("feed_forward", down_name="w2", gate_up_names=("w1", "w3"))
+
+
+class AttentionLayer(_Layer):
+    """The branch is attention."""
+
+    def __init__(self, builder: LayerBuilder) -> None:
+        super().__init__(builder)
+        self._attention = builder.attention("self_attn", out="out_proj")
+
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        x = self._attention(self._norm(x), context, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
+
+
+class ConvLayer(_Layer):
+    """The branch is a short convolution."""
+
+    def __init__(self, builder: LayerBuilder) -> None:
+        super().__init__(builder)
+        self._conv = builder.short_conv("conv")
+
+    def __call__(self, x: Tensor, context: ForwardContext, cache: StateLayer) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        x = self._conv(self._norm(x), context.batch, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
+
+
+def read_conv_options(config: ConfigReader) -> tuple[bool, int]:
+    """Whether convolutions and their projections have biases, and the inputs of an output."""
+    return config.get_bool("conv_bias", False), config.get_int("conv_L_cache", 3, low=2, high=MAX_KERNEL_SIZE)
+
+
+def read_conv_layers(
+    config: ConfigReader, hidden_size: int, kernel_size: int
+) -> tuple[StateShape | None, ...]:
+    """The state of each layer, None for attention: by `layer_types`, or else by `full_attn_idxs`."""
+    indexes = config.get("full_attn_idxs", None)
+    if indexes is not None and (not isinstance(indexes, list) or any(type(i) is not int for i in indexes)):
+        raise config.error("full_attn_idxs", f"must be a list of whole numbers, got {indexes!r:.60}")
+    flags = read_attention_layers(config, "conv", lambda index: indexes is None or index in indexes)
+    return tuple(None if has_attention else StateShape(hidden_size, kernel_size) for has_attention in flags)
+
+
+def _read_intermediate_size(config: ConfigReader) -> int:
+    key = "block_ff_dim" if "block_ff_dim" in config else "intermediate_size"
+    config.get("intermediate_size", None)
+    size = config.get_int(key, high=MAX_HIDDEN_SIZE)
+    multiple = config.get_int("block_multiple_of", 256, high=MAX_HIDDEN_SIZE)
+    factor = config.get_float("block_ffn_dim_multiplier", 1.0)
+    if not config.get_bool("block_auto_adjust_ff_dim", True):
+        return size
+    size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    if not 0 < size <= MAX_HIDDEN_SIZE:
+        raise config.error("block_ffn_dim_multiplier", f"makes an MLP of {size} values")
+    return size

@@ -1,0 +1,127 @@
+"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from foreword.core.batch import StateLayer
+from foreword.core.states import StateShape
+from foreword.layers.attention import ForwardContext
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    MAX_HIDDEN_SIZE,
+    DecoderConfig,
+    LayerType,
+    QKNorm,
+    read_attention_layers,
+    read_decoder_config,
+    read_head_dim,
+    read_moe_config,
+    read_num_layers,
+    read_rope,
+)
+from foreword.models.expert_weights import ExpertNames, MoEConfig
+from foreword.models.llama import LlamaLayer
+from foreword.models.qwen3_moe import read_expert_layers
+from foreword.weights.config_reader import ConfigReader
+
+HEAD_DIM = 256
+ROTARY_FACTOR = 0.25
+INTERVAL = 4  # every n-th layer has attention
+MAX_KERNEL_SIZE = 16
+HEAD_MULTIPLE = 16  # values of a vector in the kernels
+NAMES = ExpertNames(shared_gate="mlp.shared_expert_gate")
+
+
+class Qwen3Next(Decoder):
+    """Projections of a Gated DeltaNet are joined by key head."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `qwen3_next`"""
+        has_experts = read_expert_layers(config)
+        renormalize = config.get_bool("norm_topk_prob", True)
+        base = read_hybrid_config(
+            config, "qwen3_next", config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE)
+        )
+        return replace(base, moe=read_hybrid_moe(config, has_experts, renormalize))
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return LlamaLayer(builder) if builder.state_shape is None else DeltaNetLayer(builder, fused=True)
+
+
+class DeltaNetLayer:
+    """Norm, Gated DeltaNet, norm, MLP or mixture of experts, with a residual around each branch."""
+
+    def __init__(self, builder: LayerBuilder, fused: bool) -> None:
+        self._norm = builder.norm("input_layernorm")
+        self._delta_net = builder.gated_delta_net("linear_attn", fused)
+        self._mlp_norm = builder.norm("post_attention_layernorm")
+        self._mlp = builder.feed_forward()
+
+    def __call__(self, x: Tensor, context: ForwardContext, cache: StateLayer) -> Tensor:
+        """x [T, H] -> [T, H]"""
+        x = self._delta_net(self._norm(x), context.batch, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
+
+
+def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_size: int) -> DecoderConfig:
+    """All options but those of experts."""
+    bias = config.get_bool("attention_bias", False)
+    head_dim, context_length = read_head_dim(config, HEAD_DIM), config.get_int("max_position_embeddings")
+    rope = read_rope(config, head_dim, context_length, partial_rotary_factor=ROTARY_FACTOR)
+    base = read_decoder_config(
+        config,
+        architecture,
+        layer_types=(LayerType(None, rope),) * read_num_layers(config),
+        head_dim=head_dim,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm(),
+        intermediate_size=intermediate_size,
+    )
+    interval = config.get_int("full_attention_interval", INTERVAL)
+    flags = read_attention_layers(config, "linear_attention", lambda index: (index + 1) % interval == 0)
+    shape = _read_state_shape(config)
+    if base.activation != "silu":
+        raise config.error("hidden_act", "must be silu here")
+    shapes = tuple(None if has_attention else shape for has_attention in flags)
+    return replace(base, attn_gate=True, norm_offset=1.0, state_shapes=shapes)
+
+
+def read_hybrid_moe(config: ConfigReader, has_experts: list[bool], renormalize: bool) -> MoEConfig:
+    """A shared expert behind a sigmoid."""
+    return read_moe_config(
+        config,
+        NAMES,
+        renormalize=renormalize,
+        size_key="moe_intermediate_size",
+        has_experts=has_experts,
+        shared_intermediate_size=config.get_int("shared_expert_intermediate_size"),
+    )
+
+
+def _read_state_shape(config: ConfigReader) -> StateShape:
+    key_heads, value_heads = (
+        config.get_int("linear_num_key_heads", 16),
+        config.get_int("linear_num_value_heads", 32),
+    )
+    key_dim, value_dim = (
+        config.get_int("linear_key_head_dim", 128),
+        config.get_int("linear_value_head_dim", 128),
+    )
+    if value_heads % key_heads:
+        raise config.error(
+            "linear_num_value_heads", f"must be a multiple of linear_num_key_heads, {key_heads}"
+        )
+    for key, size in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
+        if size % HEAD_MULTIPLE:
+            raise config.error(key, f"must be a multiple of {HEAD_MULTIPLE} here, got {size}")
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    if channels > MAX_HIDDEN_SIZE:
+        raise config.error("linear_num_value_heads", f"makes {channels} channels; at most {MAX_HIDDEN_SIZE}")
+    kernel_size = config.get_int("linear_conv_kernel_dim", 4, low=2, high=MAX_KERNEL_SIZE)
+    return StateShape(channels, kernel_size, key_heads, value_heads, key_dim, value_dim)
