@@ -154,8 +154,9 @@ class KernelCases:
         for matrix in shape.matrices:
             source = self.inputs.weight(name, matrix.n, matrix.k)
             matrices.append([ops.pack_linear([source], name) for _ in range(matrix.copies)])
+        gate_up, down = matrices
         weights, config = (
-            ops.pack_experts(*matrices),
+            ops.pack_experts(gate_up, down),
             ExpertsConfig(shape.num_experts, shape.top_k, True, "silu"),
         )
         table = ops.pack_linear([self.inputs.normal(VOCAB_SIZE, shape.hidden)], "bfloat16")

@@ -69,8 +69,11 @@ class ExpertsConfig:
 
     num_experts: int  # E
     top_k: int  # experts of a row: those of the largest logits, ties to the lowest id
-    renormalize: bool  # weights are the softmax over the chosen logits, not over all of them
+    renormalize: bool  # weights are shares of the chosen experts' sum, not of all experts'
     activation: str  # as in gated_act()
+    # "softmax", or "sigmoid": weights are sigmoid(logit), and experts are chosen by it plus their bias
+    scoring: str = "softmax"
+    scale: float = 1.0  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +211,13 @@ class Ops(Protocol):
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
         """gated_act(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
 
-    def pack_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
-        """Weights [2I, H] and [H, I] of each expert, with their biases; the parts may be moved."""
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+    ) -> PackedExperts:
+        """Weights [2I, H] and [H, I] of each expert, with their biases; the parts may be moved.
+
+        bias float32 [E]: added to the scores that choose experts, with scoring "sigmoid".
+        """
 
     def experts(
         self,
@@ -222,7 +230,7 @@ class Ops(Protocol):
         """x [T, H], router logits float32 [T, E] -> [T, H]: the weighted sum of a row's experts, plus add_to.
 
         Experts compute linear(gated_act(linear(x))), the last product in float32. The sum is in float32, in
-        order of falling logits, and is rounded once. Each expert's weights are read once for all its rows.
+        order of falling scores, and is rounded once. Each expert's weights are read once for all its rows.
         """
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from foreword.models.granite import Granite
 from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
 from foreword.models.hunyuan_v1_dense import HunyuanDense
 from foreword.models.lfm2 import Lfm2
+from foreword.models.lfm2_moe import Lfm2Moe
 from foreword.models.llama import Llama
 from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
@@ -47,6 +48,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "granitemoeshared": GraniteMoeShared,
         "hunyuan_v1_dense": HunyuanDense,
         "lfm2": Lfm2,
+        "lfm2_moe": Lfm2Moe,
         "llama": Llama,
         "ministral3": Ministral3,
         "mistral": Mistral,

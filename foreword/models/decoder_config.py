@@ -160,8 +160,13 @@ def read_moe_config(
     has_experts: Sequence[bool] | None = None,
     shared_intermediate_size: int = 0,
     is_gpt_oss: bool = False,
+    scoring: str = "softmax",
+    score_bias: str | None = None,
 ) -> MoEConfig:
-    """Read the experts of a decoder, by default in all layers. Raises CheckpointError."""
+    """Read the experts of a decoder, by default in all layers. Raises CheckpointError.
+
+    scoring, score_bias  as in ExpertsConfig and MoEConfig
+    """
     num_layers = read_num_layers(config)
     key = next((key for key in EXPERT_COUNT_KEYS if key in config), EXPERT_COUNT_KEYS[0])
     num_experts = config.get_int(key, high=MAX_EXPERTS // num_layers)
@@ -174,7 +179,12 @@ def read_moe_config(
         config.get(training_key, None)
     return MoEConfig(
         ExpertsConfig(
-            num_experts, top_k, renormalize, activation or config.get_choice("hidden_act", ACTIVATIONS)
+            num_experts,
+            top_k,
+            renormalize,
+            activation or config.get_choice("hidden_act", ACTIVATIONS),
+            scoring,
+            config.get_float("routed_scaling_factor", 1.0) if scoring == "sigmoid" else 1.0,
         ),
         config.get_int(size_key, high=MAX_HIDDEN_SIZE),
         tuple(has_experts or (True,) * num_layers),
@@ -182,6 +192,7 @@ def read_moe_config(
         shared_intermediate_size,
         bias=is_gpt_oss,
         is_gpt_oss=is_gpt_oss,
+        score_bias=score_bias,
     )
 
 

@@ -44,6 +44,7 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # 0: no shared expert
     bias: bool = False  # router and experts have biases
     is_gpt_oss: bool = False  # see _GptOssExperts
+    score_bias: str | None = None  # name in the module of what is added to scores
 
 
 def load_experts(
@@ -58,7 +59,8 @@ def load_experts(
             gate_up.append(ops.pack_linear(parts, weight_format, gate_up_bias))
         with tensors.down(expert) as parts:
             down.append(ops.pack_linear(parts, weight_format, down_bias))
-    return ops.pack_experts(gate_up, down)
+    count, name = config.experts.num_experts, config.score_bias
+    return ops.pack_experts(gate_up, down, None if name is None else weights.tensor(name, count))
 
 
 def _find_tensors(weights: Weights, config: MoEConfig, hidden_size: int) -> _ExpertTensors:

@@ -21,6 +21,7 @@ from foreword.models.decoder_config import (
 from foreword.weights.config_reader import ConfigReader
 
 THETA = 1_000_000.0
+QK_NORM = QKNorm(("q_layernorm", "k_layernorm"))
 MAX_KERNEL_SIZE = 16
 TRAINING_KEYS = (
     "block_mlp_init_scale",
@@ -44,7 +45,7 @@ class Lfm2(Decoder):
         base = read_decoder_config(
             config,
             "lfm2",
-            qk_norm=QKNorm(("q_layernorm", "k_layernorm")),
+            qk_norm=QK_NORM,
             eps=1e-5,
             eps_key="norm_eps",
             theta=THETA,

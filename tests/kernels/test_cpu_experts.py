@@ -215,12 +215,15 @@ def test_ties_go_to_the_lowest_id(isa: str) -> None:
     assert same_bits(ops.experts(x, logits, weights, config), ops.experts(x, without, weights, config))
 
 
-def factors_of(ops: CpuOps, logits: Tensor, config: ExpertsConfig) -> Tensor:
+def factors_of(
+    ops: CpuOps | ReferenceOps, logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None
+) -> Tensor:
     """float32 [T, E]: the factor of each expert, the result of experts with unit vectors as outputs."""
     count = config.num_experts
     gate_up = [ops.pack_linear([torch.zeros(2, count)], "float32") for _ in range(count)]
     down = [ops.pack_linear([torch.zeros(count, 1)], "float32", torch.eye(count)[e]) for e in range(count)]
-    return ops.experts(torch.ones(len(logits), count), logits, ops.pack_experts(gate_up, down), config)
+    experts = ops.pack_experts(gate_up, down, bias)
+    return ops.experts(torch.ones(len(logits), count), logits, experts, config)
 
 
 @each_isa
@@ -232,6 +235,23 @@ def test_factors_are_a_softmax(isa: str, renormalize: bool) -> None:
     kept = torch.full_like(logits, -math.inf).scatter(1, chosen, logits.gather(1, chosen)).double()
     total = (kept if renormalize else logits.double()).logsumexp(1, keepdim=True)
     torch.testing.assert_close(actual.double(), (kept - total).exp(), rtol=1e-7, atol=1e-12)
+
+
+@each_isa
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_factors_are_sigmoids(isa: str, renormalize: bool) -> None:
+    """A bias chooses experts, and weighs none."""
+    logits = torch.cat((randn(30, 5) * 4, torch.tensor([[0.0, -30, 0, 40, -3]])))
+    config = ExpertsConfig(5, 3, renormalize, "silu", "sigmoid", scale=1.5)
+    bias = torch.tensor([0.0, 0.3, -0.2, 0.0, 5.0])
+    scores = logits.double().sigmoid()
+    chosen = (scores + bias).topk(3).indices
+    assert (chosen == 4).any(1).all(), "the bias decides"
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    total = weights.sum(1, keepdim=True) if renormalize else 1.0
+    for ops in (cpu_ops_by_threads(isa)[0], ReferenceOps()):
+        actual = factors_of(ops, logits, config, bias)
+        torch.testing.assert_close(actual.double(), 1.5 * weights / total, rtol=1e-5, atol=1e-7)
 
 
 @each_isa

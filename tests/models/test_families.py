@@ -206,6 +206,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_embedding": True}),
+    "lfm2-moe-plain": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     "qwen3-5-pattern": (
         "qwen3_5_text",
         {"num_hidden_layers": 5, "layer_types": ..., "full_attention_interval": 3, "attention_bias": True},
@@ -263,8 +264,9 @@ def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path, prompt:
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
     theirs, ours = peer(path), ForwardHelper(path)
+    score_biases = [item for name, item in theirs.named_buffers() if name.endswith("expert_bias")]
     assert (
-        sum(item.numel() for item in theirs.parameters())
+        sum(item.numel() for item in (*theirs.parameters(), *score_biases))
         == ours.model.info.parameters
         == read_model_info(path).parameters
     )

@@ -160,6 +160,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "block_multiple_of": 16,
     },
+    "lfm2_moe": {
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rms_norm_eps": ...,
+        "hidden_act": ...,
+        "norm_eps": 1e-5,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.3,
+    },
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": DELTA_NET_EXPERTS,
     "qwen3_5_moe_text": DELTA_NET_EXPERTS,
@@ -189,12 +200,13 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-STATE_FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-DELTA_NET_FAMILIES = STATE_FAMILIES[1:]
+STATE_FAMILIES = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+LFM2_FAMILIES, DELTA_NET_FAMILIES = STATE_FAMILIES[:2], STATE_FAMILIES[2:]
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
 
@@ -337,7 +349,7 @@ def norm_shapes(name: str, size: int) -> Shapes:
 def shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    last_norm = "embedding_norm" if config["model_type"] == "lfm2" else "norm"
+    last_norm = "embedding_norm" if config["model_type"] in LFM2_FAMILIES else "norm"
     result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), f"model.{last_norm}.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (vocab, hidden)
@@ -345,7 +357,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
         prefix = f"model.layers.{index}."
         is_sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
         is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
-        is_dense |= not is_sparse
+        is_dense |= not is_sparse or index < config.get("num_dense_layers", 0)
         feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
         layer_type = _layer_type(config, index)
         branch = {"conv": _short_conv_shapes, "linear_attention": _delta_net_shapes}
@@ -359,7 +371,7 @@ def _layer_type(config: dict[str, Any], index: int) -> str:
     family = config["model_type"]
     if "layer_types" in config:
         return str(config["layer_types"][index])
-    if family == "lfm2":
+    if family in LFM2_FAMILIES:
         return "full_attention" if index in config["full_attn_idxs"] else "conv"
     if family not in DELTA_NET_FAMILIES or (index + 1) % config.get("full_attention_interval", 4) == 0:
         return "full_attention"
@@ -367,7 +379,7 @@ def _layer_type(config: dict[str, Any], index: int) -> str:
 
 
 def _norm_shapes(config: dict[str, Any]) -> Shapes:
-    if config["model_type"] == "lfm2":
+    if config["model_type"] in LFM2_FAMILIES:
         names = ["operator_norm", "ffn_norm"]
     elif config["model_type"] in POST_NORM_FAMILIES:
         names = ["post_attention_layernorm", "post_feedforward_layernorm"]
@@ -411,13 +423,13 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     if family in DELTA_NET_FAMILIES:
         outputs["q_proj"] = 2 * q
     result: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
-    result[f"self_attn.{'out_proj' if family == 'lfm2' else 'o_proj'}.weight"] = (hidden, q)
+    result[f"self_attn.{'out_proj' if family in LFM2_FAMILIES else 'o_proj'}.weight"] = (hidden, q)
     has_bias = config.get("attention_bias", family == "gpt_oss") or config.get("use_bias")
     if family in ("qwen2", "qwen2_moe") or has_bias:
         result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
     if has_bias:
         result["self_attn.o_proj.bias"] = (hidden,)
-    if family == "lfm2":
+    if family in LFM2_FAMILIES:
         result |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in ("q", "k")}
     if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", *DELTA_NET_FAMILIES):
         result |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
@@ -432,9 +444,10 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
 
 def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     hidden, size = config["hidden_size"], config.get("block_ff_dim") or config["intermediate_size"]
-    if config["model_type"] == "lfm2":
-        multiple = config["block_multiple_of"]
-        size = -(-(2 * size // 3) // multiple) * multiple
+    if config["model_type"] in LFM2_FAMILIES:
+        if "block_multiple_of" in config:
+            multiple = config["block_multiple_of"]
+            size = -(-(2 * size // 3) // multiple) * multiple
         names = {"w1": (size, hidden), "w2": (hidden, size), "w3": (size, hidden)}
         return {f"feed_forward.{name}.weight": shape for name, shape in names.items()}
     outputs = (
@@ -471,9 +484,12 @@ def _moe_shapes(config: dict[str, Any]) -> Shapes:
             result["shared_mlp.input_linear.weight"] = (2 * shared, hidden)
             result["shared_mlp.output_linear.weight"] = (hidden, shared)
         return result
-    module = "block_sparse_moe" if family == "mixtral" else "mlp"
+    has_short_names = family in ("mixtral", "lfm2_moe")
+    module = {"mixtral": "block_sparse_moe", "lfm2_moe": "feed_forward"}.get(family, "mlp")
     result = {f"{module}.gate.weight": (experts, hidden)}
-    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    if family == "lfm2_moe" and config.get("use_expert_bias", True):
+        result[f"{module}.expert_bias"] = (experts,)
+    gate, up, down = ("w1", "w3", "w2") if has_short_names else ("gate_proj", "up_proj", "down_proj")
     for expert in range(experts):
         for name, shape in ((gate, (size, hidden)), (up, (size, hidden)), (down, (hidden, size))):
             result[f"{module}.experts.{expert}.{name}.weight"] = shape

@@ -353,7 +353,8 @@ class ExpertLayer:
             stored = kind if isinstance(source, Tensor) else dtype
             matrices.append([ops.pack_linear([source], stored) for _ in range(matrix.copies)])
         self._ops = ops
-        self._weights = ops.pack_experts(*matrices)
+        gate_up, down = matrices
+        self._weights = ops.pack_experts(gate_up, down)
         self._config = ExpertsConfig(shape.num_experts, shape.top_k, True, "silu")
         routers = [
             inputs.normal(shape.num_experts, shape.hidden, scale=shape.hidden**-0.5, dtype=torch.float32)

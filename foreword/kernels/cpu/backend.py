@@ -111,8 +111,10 @@ class CpuOps(NativeSampling, UnfusedOps):
             self._execute(Opcode.LINEAR, (inputs,), columns, target=block.weight, keep_alive=block)
         return out if add_to is None else self.add(add_to, out)
 
-    def pack_experts(self, gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
-        return join_experts(gate_up, down)
+    def pack_experts(
+        self, gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None = None
+    ) -> CpuExperts:
+        return join_experts(gate_up, down, None if bias is None else bias.contiguous())
 
     def experts(
         self,
@@ -131,7 +133,13 @@ class CpuOps(NativeSampling, UnfusedOps):
             torch.empty(x.shape, dtype=x.dtype),
             target=weights.pointers,
             keep_alive=weights,
-            sizes=(config.top_k, config.renormalize, ACTIVATIONS[config.activation]),
+            sizes=(
+                config.top_k,
+                config.renormalize,
+                ACTIVATIONS[config.activation],
+                config.scoring == "sigmoid",
+            ),
+            scalars=(config.scale,),
         )
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:

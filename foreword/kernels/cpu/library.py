@@ -253,6 +253,7 @@ class Experts(ctypes.Structure):
         ("inner", c_int64),
         ("gate_up", ExpertMatrices),
         ("down", ExpertMatrices),
+        ("bias", c_void_p),
     )
 
 

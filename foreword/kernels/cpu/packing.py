@@ -125,8 +125,9 @@ class Packer:
         return PackedBlock(weight, first_row, keep_alive, order)
 
 
-def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
-    """Weights [2I, H] and [H, I] of each expert."""
+def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None) -> CpuExperts:
+    """Weights [2I, H] and [H, I] of each expert; bias float32 [E]."""
+    assert bias is None or (bias.dtype == torch.float32 and bias.shape == (len(down),))
     hidden, inner = gate_up[0].in_features, down[0].in_features
     assert all((matrix.out_features, matrix.in_features) == (2 * inner, hidden) for matrix in gate_up)
     assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
@@ -140,8 +141,9 @@ def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> Cpu
         ExpertMatrices(ctypes.addressof(blocks), ctypes.addressof(starts))
         for blocks, starts in (first, second)
     ]
-    keep_alive = (first, second, tuple(gate_up), tuple(down))
-    return CpuExperts(Experts(len(down), hidden, inner, *matrices), keep_alive)
+    keep_alive = (first, second, tuple(gate_up), tuple(down), bias)
+    address = None if bias is None else bias.data_ptr()
+    return CpuExperts(Experts(len(down), hidden, inner, *matrices, address), keep_alive)
 
 
 def _join_blocks(matrices: Sequence[CpuLinear]) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:

@@ -77,6 +77,7 @@ class ReferenceExperts:
 
     gate_up: tuple[ReferenceWeight, ...]  # [2I, H]
     down: tuple[ReferenceWeight, ...]  # [H, I]
+    bias: Tensor | None  # float32 [E]
 
 
 class ReferenceOps(ReferenceSampling, UnfusedOps):
@@ -111,9 +112,12 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return product if add_to is None else self.add(add_to, product)
 
     def pack_experts(
-        self, gate_up: Sequence[ReferenceWeight], down: Sequence[ReferenceWeight]
+        self,
+        gate_up: Sequence[ReferenceWeight],
+        down: Sequence[ReferenceWeight],
+        bias: Tensor | None = None,
     ) -> ReferenceExperts:
-        return ReferenceExperts(tuple(gate_up), tuple(down))
+        return ReferenceExperts(tuple(gate_up), tuple(down), bias)
 
     def experts(
         self,
@@ -124,11 +128,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         add_to: Tensor | None = None,
     ) -> Tensor:
         """See Ops.experts: one expert after the other, then the sum of each row's outputs."""
-        order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : config.top_k]
-        chosen = logits.gather(1, order)
-        powers = map_values(torch.exp, chosen - chosen[:, :1])
-        all_powers = powers if config.renormalize else map_values(torch.exp, logits - chosen[:, :1])
-        total = _sum_in_order(all_powers)
+        order, shares = _route(logits, weights.bias, config)
         outputs = torch.zeros(*order.shape, x.shape[1], dtype=torch.float32, device=x.device)
         for expert in sorted(set(order.flatten().tolist())):
             rows, ranks = torch.nonzero(order == expert, as_tuple=True)
@@ -136,7 +136,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
             outputs[rows, ranks] = self._run_expert(inputs, weights, expert, config.activation)
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for rank in range(config.top_k):
-            result = result + outputs[:, rank] * (powers[:, rank] / total)[:, None]
+            result = result + outputs[:, rank] * shares[:, rank, None]
         return (result if add_to is None else result + add_to).to(x.dtype)
 
     def _run_expert(self, x: Tensor, weights: ReferenceExperts, expert: int, activation: str) -> Tensor:
@@ -309,6 +309,24 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         if padding:
             x = torch.cat((x, x.new_zeros(padding, *x.shape[1:])))
         return torch.cat([operation(rows) for rows in torch.split(x.contiguous(), self.row_tile)])[:num_rows]
+
+
+def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Experts of each row, int64 [T, top_k], and their weights, float32 [T, top_k]."""
+    is_softmax = config.scoring == "softmax"
+    scores = logits if is_softmax else map_values(torch.sigmoid, logits)
+    ranked = scores if bias is None else scores + bias
+    order = torch.sort(ranked, dim=1, descending=True, stable=True).indices[:, : config.top_k]
+    powers = scores.gather(1, order)
+    all_powers = powers
+    if is_softmax:
+        top = powers[:, :1]
+        powers = all_powers = map_values(torch.exp, powers - top)
+        if not config.renormalize:
+            all_powers = map_values(torch.exp, logits - top)
+    if is_softmax or config.renormalize:
+        powers = powers / _sum_in_order(all_powers)[:, None]
+    return order, powers * config.scale
 
 
 def cu_seqlens_to_lens(cu_seqlens: Sequence[int]) -> list[int]:

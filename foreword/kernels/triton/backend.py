@@ -105,10 +105,11 @@ class TritonFastMath(TritonOps):
         matrix = torch.cat([part.to(dtype) for part in tensors])
         return DenseWeight(matrix, None if bias is None else bias.to(dtype))
 
-    def pack_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
-        return super().pack_experts(
-            *([self._pack_dense(part) for part in parts] for parts in (gate_up, down))
-        )
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+    ) -> PackedExperts:
+        first, second = ([self._pack_dense(part) for part in parts] for parts in (gate_up, down))
+        return super().pack_experts(first, second, bias)
 
     def _pack_dense(self, weight: PackedLinear) -> PackedLinear:
         if not isinstance(weight, DenseWeight):

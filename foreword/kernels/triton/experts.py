@@ -32,13 +32,16 @@ NAN_BITS = tl.constexpr(0x7FC00000)  # above infinity: NaN comes first
 class StackedExperts:
     gate_up: PackedWeight
     down: PackedWeight
+    bias: Tensor | None  # float32 [E]
 
 
 class TritonExperts(TritonLinear):
     """Mixin of TritonOps."""
 
-    def pack_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
-        return StackedExperts(stack(gate_up), stack(down))
+    def pack_experts(
+        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+    ) -> PackedExperts:
+        return StackedExperts(stack(gate_up), stack(down), bias)
 
     def experts(
         self,
@@ -56,10 +59,11 @@ class TritonExperts(TritonLinear):
         chosen = torch.empty(pairs, dtype=torch.int32, device=x.device)
         shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
         _route_kernel[(len(x),)](
-            *(logits.contiguous(), chosen, shares),
+            *(logits.contiguous(), weights.bias, chosen, shares, config.scale),
             TOP_K=config.top_k,
             NUM_EXPERTS=config.num_experts,
             RENORMALIZE=config.renormalize,
+            SIGMOID=config.scoring == "sigmoid",
             RANKS=triton.next_power_of_2(config.top_k),
             BLOCK=max(triton.next_power_of_2(config.num_experts), 32),
             PDL=pdl,
@@ -126,13 +130,15 @@ def max_row_tiles(num_pairs: int, config: ExpertsConfig, tile_rows: int) -> int:
 
 @triton.jit
 def _route_kernel(
-    logits, chosen, shares,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits, bias, chosen, shares, scale,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Experts of the TOP_K largest logits of a row, ties to the lowest id, and their shares of the softmax.
+    """Experts of the TOP_K largest scores of a row, ties to the lowest id, and their weights.
 
-    logits float32 [T, NUM_EXPERTS]; chosen int32 and shares float32 [T, TOP_K], in order of falling logits.
+    Scores are logits, and weights shares of the softmax; or (SIGMOID) scores are sigmoids plus the bias
+    [NUM_EXPERTS] or None, and weights the sigmoids. logits float32 [T, NUM_EXPERTS]; chosen int32 and shares
+    float32 [T, TOP_K], in order of falling scores.
     """
     if PDL:
         gdc_wait()
@@ -141,6 +147,12 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK)
     inside = expert < NUM_EXPERTS
     values = tl.load(logits + row * NUM_EXPERTS + expert, mask=inside, other=-float("inf"))
+    weights = values
+    if SIGMOID:
+        weights = 1.0 / (1.0 + tl.exp(-values))
+        values = weights
+        if bias is not None:
+            values += tl.load(bias + expert, mask=inside, other=0.0)
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     bits = tl.where(values != values, NAN_BITS, bits)
     keys = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
@@ -149,15 +161,16 @@ def _route_kernel(
     highest, total = 0.0, 0.0
     for rank in range(TOP_K):
         best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
-        value = tl.sum(tl.where(expert == best, values, 0.0), 0)
+        value = tl.sum(tl.where(expert == best, weights, 0.0), 0)
         highest = tl.where(rank == 0, value, highest)
-        total += tl.exp(value - highest)
+        total += value if SIGMOID else tl.exp(value - highest)
         top_values = tl.where(ranks == rank, value, top_values)
         keys = tl.where(expert == best, TAKEN, keys)
         tl.store(chosen + row * TOP_K + rank, best)
     if not RENORMALIZE:
-        total = tl.sum(tl.where(inside, tl.exp(values - highest), 0.0), 0)
-    tl.store(shares + row * TOP_K + ranks, tl.exp(top_values - highest) / total, mask=ranks < TOP_K)
+        total = 1.0 if SIGMOID else tl.sum(tl.where(inside, tl.exp(values - highest), 0.0), 0)
+    powers = top_values if SIGMOID else tl.exp(top_values - highest)
+    tl.store(shares + row * TOP_K + ranks, powers / total * scale, mask=ranks < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])

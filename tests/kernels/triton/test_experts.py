@@ -74,11 +74,12 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
     has_residual=st.booleans(),
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
 )
 def test_experts_match_reference(
-    sizes, rows, shape, renormalize, activation, kind, bias, has_residual
+    sizes, rows, shape, renormalize, activation, kind, bias, has_residual, scoring
 ) -> None:
-    config = ExpertsConfig(*sizes, renormalize, activation)
+    config = ExpertsConfig(*sizes, renormalize, activation, scoring, 1.0 if scoring == "softmax" else 1.7)
     hidden, inner = shape
     x, logits = normal(rows, hidden, seed=1), normal(rows, config.num_experts, seed=2) * 2
     residual = normal(rows, hidden, seed=3) if has_residual else None
@@ -235,8 +236,8 @@ def test_experts_have_one_format() -> None:
 def test_small_kernels_compile_without_spilling() -> None:
     kernels = {
         "_route_kernel": (
-            {"logits": "*fp32", "chosen": "*i32", "shares": "*fp32"},
-            {"TOP_K": 8, "NUM_EXPERTS": 128, "RENORMALIZE": True, "RANKS": 8, "BLOCK": 128},
+            {"logits": "*fp32", "bias": "*fp32", "chosen": "*i32", "shares": "*fp32", "scale": "fp32"},
+            {"TOP_K": 8, "NUM_EXPERTS": 128, "RENORMALIZE": True, "SIGMOID": True, "RANKS": 8, "BLOCK": 128},
         ),
         "_group_kernel": (
             dict.fromkeys(("chosen", "places", "input_rows", "tiles"), "*i32")

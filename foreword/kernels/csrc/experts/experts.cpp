@@ -19,30 +19,64 @@ constexpr int64_t MEMORY_BYTES = 128 << 20;     // that the rows of one pass tak
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are laid out sooner than a thread wakes
 constexpr int64_t LINE = 64;                    // bytes: the alignment of rows and panels
 
-// The chosen experts of a row, by rank, and their factors.
-void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
-    const int64_t count = args.experts.count;
-    bool usable = true;  // without a finite maximum, total is 0
-    std::vector<Entry> best;
-    best.reserve(args.top_k + 1);
+// The `top_k` first entries of the ranking by values[id]; false if a value is NaN.
+bool rank_experts(const float* values, int64_t count, int64_t top_k, std::vector<Entry>& best) {
+    bool usable = true;
+    best.reserve(top_k + 1);
     for (int64_t id = 0; id < count; id++) {
-        const Entry entry{logits[id], static_cast<int32_t>(id)};
+        const Entry entry{values[id], static_cast<int32_t>(id)};
         usable &= !std::isnan(entry.value);
-        if (static_cast<int64_t>(best.size()) == args.top_k && !ranks_before(entry, best.back())) continue;
+        if (static_cast<int64_t>(best.size()) == top_k && !ranks_before(entry, best.back())) continue;
         best.insert(std::upper_bound(best.begin(), best.end(), entry, ranks_before), entry);
-        if (static_cast<int64_t>(best.size()) > args.top_k) best.pop_back();
+        if (static_cast<int64_t>(best.size()) > top_k) best.pop_back();
     }
+    return usable;
+}
+
+double sigmoid_of(double x) {
+    const double power = static_cast<double>(exp_fixed_point(-std::abs(x))) / static_cast<double>(int64_t{1} << FRACTION_BITS);
+    return (x < 0 ? power : 1.0) / (1.0 + power);
+}
+
+// Weights of the chosen experts by their sigmoids.
+void weigh_by_sigmoid(const float* logits, const ExpertsArgs& args, const std::vector<Entry>& best, float* factors) {
+    double total = 0.0;
+    for (const Entry& entry : best) total += sigmoid_of(logits[entry.id]);
+    const double factor = args.renormalize ? args.scale / total : args.scale;
+    for (int64_t rank = 0; rank < args.top_k; rank++) factors[rank] = static_cast<float>(sigmoid_of(logits[best[rank].id]) * factor);
+}
+
+void weigh_by_softmax(const float* logits, const ExpertsArgs& args, const std::vector<Entry>& best, float* factors) {
     const double top = best.front().value;
-    int64_t total = 0;  // of integers: their order is free
+    int64_t total = 0;  // of integers: their order is free; 0 without a finite maximum
     if (args.renormalize) {
         for (const Entry& entry : best) total += exp_fixed_point(entry.value - top);
     } else {
-        for (int64_t id = 0; id < count; id++) total += exp_fixed_point(logits[id] - top);
+        for (int64_t id = 0; id < args.experts.count; id++) total += exp_fixed_point(logits[id] - top);
     }
     for (int64_t rank = 0; rank < args.top_k; rank++) {
         const auto power = static_cast<double>(exp_fixed_point(best[rank].value - top));
+        factors[rank] = static_cast<float>(args.scale * (power / static_cast<double>(total)));
+    }
+}
+
+// The chosen experts of a row, by rank, and their factors.
+void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
+    const int64_t count = args.experts.count;
+    std::vector<Entry> best;
+    std::vector<float> scores;
+    if (args.sigmoid) {
+        scores.resize(count);
+        for (int64_t id = 0; id < count; id++) {
+            const auto score = static_cast<float>(sigmoid_of(logits[id]));
+            scores[id] = std::isnan(logits[id]) ? NAN : args.experts.bias == nullptr ? score : score + args.experts.bias[id];
+        }
+    }
+    const bool usable = rank_experts(args.sigmoid ? scores.data() : logits, count, args.top_k, best);
+    (args.sigmoid ? weigh_by_sigmoid : weigh_by_softmax)(logits, args, best, factors);
+    for (int64_t rank = 0; rank < args.top_k; rank++) {
         chosen[rank] = best[rank].id;
-        factors[rank] = usable ? static_cast<float>(power / static_cast<double>(total)) : NAN;
+        if (!usable) factors[rank] = NAN;
     }
 }
 

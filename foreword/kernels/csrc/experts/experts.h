@@ -17,16 +17,19 @@ struct Experts {
     int64_t count, hidden, inner;
     ExpertMatrices gate_up;  // [2 * inner, hidden]
     ExpertMatrices down;     // [hidden, inner]
+    const float* bias;       // [count] or null, of ExpertsArgs::sigmoid
 };
 
 // x [rows, hidden], router logits float32 [rows, count] -> y [rows, hidden]: for each row, the sum over its top_k experts,
 // in order of falling logits (ties: ascending id), of factor * down(activation(gate_up(x))), plus add_to unless it is null.
-// Factors are the softmax over the chosen logits (renormalize) or over all. gate_up and the activation are rounded to
+// Factors are `scale` times the softmax over the chosen logits (renormalize) or over all; or (sigmoid) times the sigmoids
+// of the chosen logits, divided by their sum (renormalize), and experts are chosen by the sigmoid plus the bias. gate_up and the activation are rounded to
 // `type`; the rest is float32, rounded once. A row whose logits hold NaN or no finite maximum becomes NaN.
 struct ExpertsArgs {
     const Experts& experts;
     int64_t top_k;
-    bool renormalize;
+    bool renormalize, sigmoid;
+    float scale;
     Activation activation;
     Type type;
     RowView x, logits, add_to, y;
