@@ -51,9 +51,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_experts import EXPERT_MODELS
 from peers_models import MODELS
 from peers_setup import PeerEnvironment, make_environment, make_files, make_vllm
+from peers_states import GGUF_MODELS
 from peers_worker import Worker
 from script import print_json, require_concurrency, run_script, track_progress
 
@@ -71,7 +71,7 @@ MAX_STREAMS = 16
 PROMPT = 32
 ROWS_CONTEXT, ROW_COUNTS = 256, (1, 4, 8, 16)
 READ_BYTES = 1 << 30
-SHAPES = {**MODELS, **EXPERT_MODELS}
+SHAPES = {**MODELS, **GGUF_MODELS}
 CACHE_MARGIN = 2  # weights of this many times the largest cache come from memory
 
 
@@ -549,7 +549,7 @@ def _figures(
     shares: dict[str, float] = {}
     if "decode" in one.rounds and facts["weight_bytes"] > CACHE_MARGIN * shared_cache_bytes():
         pairs = zip(one.rounds["decode"], ceilings.bandwidths, strict=True)
-        read_bytes = EXPERT_MODELS[model].read_bytes() if model in EXPERT_MODELS else facts["weight_bytes"]
+        read_bytes = GGUF_MODELS[model].read_bytes() if model in GGUF_MODELS else facts["weight_bytes"]
         shares["of_read"] = statistics.median(rate * read_bytes / read for rate, read in pairs)
     product = ceilings.products[_isa(one, args)]
     if not args.contexts and product and (rate := figures.get(f"prompt {args.prompts[0]}")):

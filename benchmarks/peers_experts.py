@@ -96,12 +96,37 @@ class ExpertModelShape:
 
     def read_bytes(self) -> int:
         """Bytes of the file that a step with one row reads, without its row of the embedding."""
-        sizes = (
+        tensors = list(self.tensors())
+        is_tied = all(name != "output.weight" for name, *_ in tensors)
+        return sum(
             _num_bytes(shape, kind) // (self.experts // self.top_k if name.endswith("exps.weight") else 1)
-            for name, shape, kind in self.tensors()
-            if name != "token_embd.weight"
+            for name, shape, kind in tensors
+            if name != "token_embd.weight" or is_tied
         )
-        return sum(sizes)
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        """Keys of the shape."""
+        writer.add_name("random weights")
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length(self.intermediate)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_rope_freq_base(self.rope_theta)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        if self.experts:
+            writer.add_expert_count(self.experts)
+            writer.add_expert_used_count(self.top_k)
+            writer.add_expert_feed_forward_length(self.intermediate)
+        if self.architecture == "gpt-oss":
+            writer.add_sliding_window(128)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(32.0)
+            writer.add_rope_scaling_orig_ctx_len(4096)
 
 
 EXPERT_MODELS: Mapping[str, ExpertModelShape] = {
@@ -125,7 +150,7 @@ def write_gguf(shape: ExpertModelShape, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"unfinished-{path.name}")
     writer = gguf.GGUFWriter(unfinished, shape.architecture)
-    _add_metadata(writer, shape)
+    shape.add_metadata(writer)
     _add_tokenizer(writer, shape.vocab)
     tensors = list(shape.tensors())
     for name, size, kind in tensors:
@@ -150,29 +175,6 @@ def _num_bytes(size: tuple[int, ...], kind: Kind) -> int:
     return math.prod(size) // block_values * block_bytes
 
 
-def _add_metadata(writer: gguf.GGUFWriter, shape: ExpertModelShape) -> None:
-    writer.add_name("random weights")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_expert_count(shape.experts)
-    writer.add_expert_used_count(shape.top_k)
-    writer.add_expert_feed_forward_length(shape.intermediate)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if shape.architecture == "gpt-oss":
-        writer.add_sliding_window(128)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(32.0)
-        writer.add_rope_scaling_orig_ctx_len(4096)
-
-
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     values = json.loads(make_tokenizer(vocab).to_str())
     tokens: dict[str, int] = values["model"]["vocab"]
@@ -194,6 +196,8 @@ def _random(name: str, size: tuple[int, ...], kind: Kind, generator: np.random.G
         values = generator.standard_normal(size, np.float32)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * values
+        if name.endswith("ssm_a"):
+            return -np.exp(values - 2)
         return values * np.float32(ROUTER_STD / math.sqrt(size[-1]) if len(size) > 1 else 0.1)
     std = 0.3 / math.sqrt(size[-1]) if name == "token_embd.weight" else GAIN / math.sqrt(size[-1])
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]

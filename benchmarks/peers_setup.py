@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peers_experts import EXPERT_MODELS, write_gguf
+from peers_experts import write_gguf
 from peers_models import MODELS, write_checkpoint
+from peers_states import GGUF_MODELS
 
 TO_GGUF, TO_OPENVINO = (Path(__file__).with_name(f"peers_to_{name}.py") for name in ("gguf", "openvino"))
 LLAMA_CPP = "llama-cpp-python"
@@ -104,9 +105,9 @@ def _pip(python: str, action: str, *words: str, variables: Mapping[str, str] | N
 
 
 def make_files(environment: PeerEnvironment, name: str, folder: Path) -> None:
-    """Write missing files: checkpoint, GGUF files, OpenVINO folders; one GGUF file for experts."""
-    if name in EXPERT_MODELS:
-        write_gguf(EXPERT_MODELS[name], folder / EXPERT_MODELS[name].file)
+    """Write missing files: checkpoint, GGUF files, OpenVINO folders; one GGUF file of some models."""
+    if name in GGUF_MODELS:
+        write_gguf(GGUF_MODELS[name], folder / GGUF_MODELS[name].file)
         return
     write_checkpoint(MODELS[name], folder)
     bf16, f16 = folder / "bf16.gguf", folder / "f16.gguf"
