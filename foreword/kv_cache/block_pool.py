@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 
@@ -23,6 +23,8 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         # Since the last pop_changes(): gained digests (True) and lost ones (False); None: not recorded
         self._changes: dict[bytes, bool] | None = None
+        # Called with content that the index has lost
+        self.on_lost: Callable[[bytes], None] = lambda digest: None
 
     @property
     def num_free(self) -> int:
@@ -104,6 +106,15 @@ class BlockPool:
             if digest is not None:
                 del self._block_of[digest]
                 self._record(digest, False)
+                self.on_lost(digest)
+
+    def drop(self, digest: bytes) -> None:
+        """Drop this content from the index; a free block is then the first to be reused."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self.invalidate([block])
+            if self._ref_counts[block] == 0:
+                self._free.move_to_end(block, last=False)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, the last first, so that prefixes stay cached longest."""

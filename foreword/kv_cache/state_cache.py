@@ -14,8 +14,8 @@ class StateCache:
 
     A running request holds the anchor of its segment, and during a step the one that the step ends at. When
     it has passed an anchor, that stays in the index if it is the last of the prompt or at a multiple of
-    `interval` tokens; the last one stays when the request ends. Anchors without a holder are reused, the
-    least recently used first.
+    `interval` tokens; the last one stays when the request ends. Anchors without a holder are reused: first
+    those whose blocks are gone, then the least recently used.
     """
 
     def __init__(self, sizes: StateSizes, interval: int, block_size: int) -> None:
@@ -31,6 +31,10 @@ class StateCache:
         self._num_slots = num_requests
         self._free_slots = list(range(num_requests, 0, -1))
         self._passing: set[int] = set()  # anchors that leave the index when their request has passed them
+
+    def on_block_lost(self, digest: bytes) -> None:
+        """A block is no longer cached: without it, the anchor at its end is of no use."""
+        self.pool.drop(digest)
 
     def usable_blocks(self, digests: Sequence[bytes]) -> int:
         """How many of the leading cached blocks end at an anchor."""

@@ -136,6 +136,16 @@ def test_least_recently_used_anchors_are_reused():
     assert found == {11: 192, 10: 192, 0: 0}
 
 
+def test_anchors_leave_with_their_blocks():
+    scheduler = make_scheduler(num_blocks=30, num_anchors=20)
+    for number in range(4):
+        scheduler.add(make_request(number, [number] * 200, max_tokens=1))
+        run_until_done(scheduler)
+    assert scheduler.state_cache is not None
+    anchors = scheduler.state_cache.pool.digests
+    assert anchors and all(digest in scheduler.pool for digest in anchors)
+
+
 def test_a_failed_request_leaves_no_anchor():
     scheduler = make_scheduler()
     state = make_request(0, list(range(200)))
