@@ -136,9 +136,13 @@ def device_line(info: EngineInfo) -> str:
 def memory_line(info: EngineInfo) -> str:
     chosen = info.resolved
     num_tokens = chosen.num_blocks * chosen.block_size
+    states = ""
+    if chosen.states is not None:
+        kept = f"one is kept every {chosen.states.interval} tokens"
+        states = f", states of requests {format_bytes(chosen.states.fixed_bytes)} ({kept})"
     return (
-        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
-        f"KV cache {format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {num_tokens} tokens; "
+        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, KV cache "
+        f"{format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {num_tokens} tokens{states}; "
         f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
     )
 

@@ -413,11 +413,12 @@ class Engine:
     # Statistics
 
     def _device_memory(self) -> int:
-        """Bytes allocated on the GPU; on a CPU the bytes of weights and KV cache."""
+        """Bytes allocated on the GPU; on a CPU the bytes of weights, KV cache and states."""
         resolved = self.info.resolved
         if resolved.device == "cuda":
             return torch.cuda.memory_allocated()
-        return resolved.weight_bytes + resolved.kv_bytes
+        states = 0 if resolved.states is None else resolved.states.fixed_bytes
+        return resolved.weight_bytes + resolved.kv_bytes + states
 
     def _stats(self) -> StepStats:
         scheduler, now_s, faults = self.scheduler, self._clock(), dict(self._faults)
