@@ -102,7 +102,6 @@ def measure_turn(path: Path, length: int, threads: int) -> dict[str, float]:
     _, answer, _ = first_token(prompt, ANSWER)
     longer = [*prompt, *answer, *range(20)]
     warm, _, cached = first_token(longer)
-    llm.close()
     return {"turn_cold_s": cold, "turn_warm_s": warm, "turn_recomputed": len(longer) - cached}
 
 
