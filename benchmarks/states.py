@@ -1,13 +1,12 @@
 """What layers with state cost: a step by the place in its segment, rows, prompts, and a further turn.
 
-    python benchmarks/states.py MODEL [--isa avx2] [--threads 2] [--turn 30000]
+    python -m benchmarks.states MODEL [--isa avx2] [--threads 2] [--turn 30000]
 
 MODEL is a GGUF file or a directory of a model with layers with state, such as those of peers_states.py.
 
     step      time of a decode step at places 0, 31, 62 and 63 of a segment; the last one writes an anchor
     rows      time of a step that verifies 4, 8 or 16 rows over that of one row, at place 31
     prompt    tokens/s of a prompt of 512 tokens
-    share     time of the operations with state (convolution, gated delta rule, gates) of a step and a prompt
     turn      a conversation of --turn tokens, then the same with an answer and 20 further tokens: tokens that
               are computed again, and seconds to the first token, cold and warm
 """
@@ -21,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from script import print_json, run_script
 
+from benchmarks.script import print_json, run_script
 from foreword import LLM, SamplingParams
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.states import NO_ANCHOR, SEGMENT, StateSizes
