@@ -28,6 +28,7 @@ from foreword.planning.memory import (
 
 GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
 MAX_GPU_HINTS = 5
+STATE_SEQS = (8, 2, 1)  # requests at once, whose states take memory
 Fits = Callable[[Config, HardwareInfo, Sequence[ModelInfo]], bool]  # planning/resolve.py: fits()
 
 
@@ -39,6 +40,8 @@ def fitting_options(
         return _fitting_gpu_options(config, hardware, models, fits)
     smaller: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "int4"}]
     smaller += [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
+    if models[0].state_shapes:
+        smaller += [{"max_num_seqs": count} for count in STATE_SEQS]
     variants = [(changes, models, "") for changes in ({}, *smaller)]
     if len(models) > 1:
         variants.append(({}, models[:1], "no --draft-model"))

@@ -259,6 +259,10 @@ class MemorySizes:
     def fixed(self) -> int:
         return self.weights + self.states
 
+    def __str__(self) -> str:
+        states = f", the states of requests {self.states / GIB:.2f} GiB" if self.states else ""
+        return f"{self.weights / GIB:.2f} GiB{states}"
+
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:

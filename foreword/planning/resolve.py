@@ -341,7 +341,7 @@ def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo
     if room < min_blocks:
         name = "model" if config.max_model_len is None else "max_model_len"
         raise _DoesNotFit(
-            f"the model does not fit: weights need {size.fixed / GIB:.2f} GiB and the KV cache of {need} "
+            f"the model does not fit: weights need {size} and the KV cache of {need} "
             f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory"
             f"{_cgroup_note(hardware)} {usable / GIB:.2f} GiB may be used",
             name,
@@ -359,7 +359,7 @@ def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: MemoryS
     if size.fixed + kv_bytes > hardware.free_bytes:
         raise _DoesNotFit(
             f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights "
-            f"{size.fixed / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free"
+            f"{size}; {hardware.free_bytes / GIB:.2f} GiB are free"
             f"{_cgroup_note(hardware)}",
             "kv_cache_memory",
         )

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.config.options import Config
+from foreword.core.states import StateShape
 from foreword.errors import ConfigError
 from foreword.planning.fit_hints import fitting_options
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import ModelInfo, cpu_reserve, min_free_bytes
+from foreword.planning.memory_plan import plan_memory
 from foreword.planning.resolve import draft_size_warning, fits, resolve
 
 GIB = 1 << 30
@@ -292,6 +294,40 @@ def test_model_fits_or_each_hint_does(
         assert resolved.weight_bytes + resolved.kv_bytes <= machine.free_bytes - reserve
         assert 2 <= resolved.max_model_len <= resolved.num_blocks * 16
         assert kv_cache_memory or resolved.max_model_len >= min(context_len, max_model_len or 512)
+
+
+# 18 layers of Qwen3.5 0.8B: an anchor takes 19.6 MB, a request up to 96 MB
+STATES = replace(
+    MODEL,
+    parameters=600_000_000,
+    kv_values_per_token=6144,
+    state_shapes=(StateShape(6144, 4, 16, 16, 128, 128),) * 18,
+)
+
+
+def test_states_are_part_of_the_memory() -> None:
+    resolved = resolve(Config(model="m"), CPU, STATES)
+    plan = resolved.states
+    assert plan is not None and plan.anchor_bytes == 18 * (3 * 6144 * 2 + 16 * 128 * 128 * 4)
+    # kept anchors take about as much as K and V
+    assert plan.interval == 2048 and plan.interval * 6144 * 2 >= plan.anchor_bytes
+    # by default those of all requests take a share of the free memory
+    assert resolved.max_num_seqs == 2 * GIB // plan.request_bytes
+    parts = {
+        part.name: part.num_bytes for part in plan_memory(Config(model="m"), CPU, STATES, None, resolved)
+    }
+    assert parts["states"] == plan.fixed_bytes and parts["KV cache"] == resolved.kv_bytes
+    sizes = plan.sizes(resolved.num_blocks * 16)
+    assert sizes.num_slots == resolved.max_num_seqs + 1
+    assert sizes.num_anchors > 2 * resolved.max_num_seqs + resolved.num_blocks * 16 // plan.interval
+
+
+def test_states_of_too_many_requests_are_refused() -> None:
+    config = Config(model="m", max_num_seqs=200)
+    with pytest.raises(ConfigError, match=r"the states of requests \d+\.\d+ GiB") as error:
+        resolve(config, CPU, STATES)
+    assert "--max-num-seqs 8" in error.value.message
+    assert fits(replace(config, max_num_seqs=8), CPU, [STATES])
 
 
 @pytest.mark.parametrize(
