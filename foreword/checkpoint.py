@@ -24,7 +24,12 @@ from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.config_reader import ConfigReader, read_json, read_text_config, read_vocab_size
 from foreword.weights.gguf.header import is_gguf, open_gguf
 from foreword.weights.hub import resolve_path
-from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
+from foreword.weights.unsupported_families import (
+    TYPES_WITH_STATES,
+    describe_checkpoint,
+    draft_model_with_states,
+    missing_feature,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +104,11 @@ def model_names(config: Config, path: Path) -> tuple[str, ...]:
     return (bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1],)
 
 
-def check_family(path: Path, param: str) -> None:
-    """Refuse a model of a known unsupported family before its tokenizer is read. Raises CheckpointError."""
+def check_family(path: Path, param: str) -> str:
+    """Refuse a model of a known unsupported family before its tokenizer is read.
+
+    Returns the family, which may be unknown. Raises CheckpointError.
+    """
     if is_gguf(path):
         family = str(open_gguf(path).metadata.get("general.architecture"))
         reason, source = missing_feature(family), f"{path}: `general.architecture`"
@@ -110,6 +118,7 @@ def check_family(path: Path, param: str) -> None:
         reason, source = describe_checkpoint(family), f"{file}: model_type"
     if reason:
         raise CheckpointError(f"{source} {family!r:.80} is not supported{reason}", param)
+    return family
 
 
 def check_context(config: Config, path: Path) -> None:
@@ -196,7 +205,9 @@ def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, pa
     The draft model may lack added tokens, such as those of images. A vision-language draft model must
     preprocess images like the model. Returns the number of added tokens that it lacks. Raises ConfigError.
     """
-    check_family(path, "draft_model")
+    family = check_family(path, "draft_model")
+    if family in TYPES_WITH_STATES:
+        raise draft_model_with_states(family)
     drafter, rows = read_tokenizer(path)
     difference = tokenizer.diff(drafter)
     if difference is not None:

@@ -14,12 +14,18 @@ from foreword.config.options import Config
 from foreword.demo import MODEL, VISION_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.model_loader import VISION_MODELS
+from foreword.models.model_loader import TEXT_MODELS, VISION_MODELS, read_model_info
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import open_gguf
 from foreword.weights.gguf.hf_config import MODEL_TYPES
-from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
-from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
+from foreword.weights.unsupported_families import TYPES_WITH_STATES, describe_checkpoint, missing_feature
+from tests.support.checkpoints import (
+    STATE_FAMILIES,
+    VOCAB_SIZE,
+    write_checkpoint,
+    write_config,
+    write_json,
+)
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
@@ -53,6 +59,21 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
 
 
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_draft_model_with_states_is_refused_without_its_engine(tmp_path: Path, family: str) -> None:
+    model, drafter = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "drafter", family)
+    with pytest.raises(ConfigError, match=rf"draft_model: {family} has layers with state.*as a model it"):
+        prepare_checkpoint(Config(model=str(model), draft_model=str(drafter)))
+
+
+def test_families_with_states_are_known_by_their_model_type(tmp_path: Path) -> None:
+    for family in ARCHITECTURES:
+        write_config(tmp_path / family, family)
+        has_states = bool(read_model_info(tmp_path / family).state_shapes)
+        assert has_states == (family in TYPES_WITH_STATES), family
+    assert set(TEXT_MODELS) <= TYPES_WITH_STATES
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
@@ -60,8 +81,9 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         ("xlm-roberta", "it is an encoder"),
         ("gemma3", "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file"),
         ("deepseek_v3", "it needs multi-head latent attention .*; its distillations on Qwen and Llama run"),
-        ("qwen3_next", "it needs recurrent layers; qwen3 and qwen3_moe run"),
-        ("falcon_h1", "it needs recurrent layers"),
+        ("lfm2_vl", "it needs another vision encoder; .*lfm2 runs"),
+        ("granitemoehybrid", "it needs Mamba, RWKV or other recurrent layers; granite and granitemoe run"),
+        ("falcon_h1", "it needs Mamba, RWKV or other recurrent layers"),
         ("falcon", "it needs attention and MLP side by side"),
         ("gpt2", "it needs LayerNorm or learned positions"),
         ("gpt_neox", "it needs attention and MLP side by side"),
@@ -84,7 +106,9 @@ def test_unsupported_gguf_family_is_refused_before_its_tokenizer(tmp_path: Path)
     kind = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama"
     assert kind in raw
     file.write_bytes(raw.replace(kind, kind.replace(b"llama", b"mamba")))
-    with pytest.raises(CheckpointError, match=r"'mamba' is not supported \(it needs recurrent layers"):
+    with pytest.raises(
+        CheckpointError, match=r"'mamba' is not supported \(it needs Mamba, RWKV or other recurrent"
+    ):
         prepare_checkpoint(Config(model=str(file)))
 
 

@@ -35,6 +35,7 @@ from foreword.planning.resolve import ResolvedConfig, resolve
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.drafter import Drafter, DrafterContext
 from foreword.speculation.plugin import make_plugin
+from foreword.weights.unsupported_families import draft_model_with_states
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,7 @@ def load(
     if config.runs_draft_model:
         draft_model = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
         if draft_model.state_shapes:
-            problem = (
-                f"{draft_model.architecture} has layers with state, which a draft model may not have yet"
-            )
-            raise ConfigError(f"draft_model: {problem}; as a model it runs", "draft_model")
+            raise draft_model_with_states(draft_model.architecture)
     started = time.perf_counter()
     chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
     if resolved is not None and resolved.device == "cuda":

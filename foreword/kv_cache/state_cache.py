@@ -104,8 +104,9 @@ class StateCache:
         state.state_slot = 0
 
     def invalidate(self, state: RequestState) -> None:
-        """Drop the anchors of a failed request from the index."""
-        self.pool.invalidate(state.anchors.values())
+        """Drop the anchors of a failed request from the index, those that it has passed too."""
+        for digest in state.block_hashes:
+            self.pool.drop(digest)
 
     def check(self, running: Iterable[RequestState]) -> None:
         """Assert that running requests hold their ring and at most the anchor of their segment."""

@@ -63,7 +63,7 @@ class Lfm2(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return AttentionLayer(builder) if builder.state_shape is None else ConvLayer(builder)
+        return Lfm2AttentionLayer(builder) if builder.state_shape is None else Lfm2ConvLayer(builder)
 
 
 class _Layer:
@@ -75,7 +75,7 @@ class _Layer:
         self._mlp = builder.feed_forward("feed_forward", down_name="w2", gate_up_names=("w1", "w3"))
 
 
-class AttentionLayer(_Layer):
+class Lfm2AttentionLayer(_Layer):
     """The branch is attention."""
 
     def __init__(self, builder: LayerBuilder) -> None:
@@ -88,7 +88,7 @@ class AttentionLayer(_Layer):
         return self._mlp(self._mlp_norm(x), x)
 
 
-class ConvLayer(_Layer):
+class Lfm2ConvLayer(_Layer):
     """The branch is a short convolution."""
 
     def __init__(self, builder: LayerBuilder) -> None:

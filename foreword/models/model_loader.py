@@ -275,7 +275,7 @@ def _read_config(path: Path) -> _ModelSpec:
     reader = ConfigReader(read_json(file), str(file))
     quantization = read_quantization(reader, path)
     model_type = reader.get("model_type")
-    if model_type in TEXT_MODELS:
+    if isinstance(model_type, str) and model_type in TEXT_MODELS:
         return _ModelSpec(*_read_text_model(reader), name=model_type, quantization=quantization)
     if not isinstance(model_type, str) or model_type not in VISION_MODELS:
         return _ModelSpec(*_read_known_decoder(reader), name=str(model_type), quantization=quantization)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from foreword.errors import ConfigError
+
 MLA = "it needs multi-head latent attention (MLA)"
 RECURRENT = "it needs Mamba, RWKV or other recurrent layers"
 KV_SHARING = "it needs Gemma 4's shared KV layers; gemma3_text and gemma2 run"
@@ -55,6 +57,21 @@ CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+
+
+# model_type of families that have layers with state
+TYPES_WITH_STATES = frozenset(
+    {
+        *("lfm2", "lfm2_moe", "qwen3_next"),
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    }
+)
+
+
+def draft_model_with_states(architecture: str) -> ConfigError:
+    """The error for a draft model of such a family."""
+    problem = f"{architecture} has layers with state, which a draft model may not have yet"
+    return ConfigError(f"draft_model: {problem}; as a model it runs", "draft_model")
 
 
 def missing_feature(architecture: str) -> str:

@@ -30,6 +30,14 @@ def test_given_timings_are_not_measured_again(tmp_path: Path, monkeypatch: pytes
     assert first.proposer.timings is not None and again.proposer.timings is first.proposer.timings
 
 
+def test_draft_model_with_states_is_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    drafter = write_checkpoint(tmp_path / "drafter", "qwen3_5_text")
+    config = Config(model=str(model), draft_model=str(drafter), speculate="draft", threads=1)
+    with pytest.raises(ConfigError, match="qwen3_5 has layers with state, which a draft model may not"):
+        load(config, ())
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -158,6 +158,18 @@ def test_a_failed_request_leaves_no_anchor():
     assert again.num_cached == 0
 
 
+def test_a_failed_request_leaves_no_anchor_that_it_has_passed():
+    """Its blocks may be in the index by another request's, which stay."""
+    scheduler = make_scheduler(interval=128, rows=512)
+    state = make_request(0, list(range(400)))
+    scheduler.add(state)
+    step(scheduler)
+    cache = scheduler.state_cache
+    assert cache is not None and len(cache.pool.digests) == 3 and set(state.anchors) == {6}
+    cache.invalidate(state)
+    assert not cache.pool.digests
+
+
 class Requests(RuleBasedStateMachine):
     """Any order of arrivals, steps with drafts, removals: the invariants of the scheduler hold."""
 

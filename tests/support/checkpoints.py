@@ -263,6 +263,16 @@ def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:
     return write_checkpoint(path, "llama", seed, **{**shape, **overrides})
 
 
+def write_related_drafter(path: Path, model: Path) -> Path:
+    """A Llama of one layer with the model's embedding and head."""
+    tensors = load_file(model / "model.safetensors")
+    hidden = tensors["model.embed_tokens.weight"].shape[1]
+    write_checkpoint(path, "llama", seed=1, num_hidden_layers=1, hidden_size=hidden)
+    shared = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    change_tensors(path, **shared)
+    return path
+
+
 def write_tokenizer(path: Path, special_tokens: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> None:
     """tokenizer.json, tokenizer_config.json with a chat template, generation_config.json."""
     backend = tokenizer()
