@@ -38,7 +38,7 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2})  # enum Gate
-MAX_KERNEL_SIZE = 16  # of a convolution: csrc/states/states.inc
+MAX_KERNEL_SIZE = 16  # of a convolution: csrc/states/causal_conv.inc
 NUM_AXES = 3  # of M-RoPE positions
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 

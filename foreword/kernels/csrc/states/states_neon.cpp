@@ -13,7 +13,8 @@ constexpr int ROW_TILE = 3, VECS = 4;  // 2 * ROW_TILE * VECS sums and their ope
 }
 }  // namespace foreword
 
-#include "states/states.inc"
+#include "states/causal_conv.inc"
+#include "states/delta_rule.inc"
 
 namespace foreword {
 const StateKernels STATES_NEON = {gate, causal_conv, delta_rule};

@@ -11,7 +11,8 @@ constexpr int ROW_TILE = 2, VECS = 2;  // 2 * ROW_TILE * VECS sums and their ope
 }
 }  // namespace foreword
 
-#include "states/states.inc"
+#include "states/causal_conv.inc"
+#include "states/delta_rule.inc"
 
 namespace foreword {
 const StateKernels STATES_PORTABLE = {gate, causal_conv, delta_rule};
