@@ -225,7 +225,7 @@ _ALL: Final = (
         _python_list("<|tool_call_start|>", "<|tool_call_end|>"),
         also=(ToolFormat(("<|tool_call_start|>", *PYTHON_CALL, "<|tool_call_end|>")),),
         reasoning=THINK,
-        template_markers=("<|tool_list_start|>",),
+        template_markers=("<|tool_", "_start|>"),  # <|tool_list_start|>, in LFM2.5 <|tool_call_start|>
     ),
     ChatFormat(
         "granite",

@@ -218,8 +218,9 @@ def _with_text_markers(
     fmt: ChatFormat, source: str, template: TemplateProbe, tokenizer: ProofTokenizer
 ) -> ChatFormat:
     """The format with the template's own markers of reasoning and content, which differ within a family."""
-    formats = _reasoning_formats(source)
-    if fmt.reasoning is None or all(fmt.reasoning.begin != other.begin for other in formats):
+    formats, own = _reasoning_formats(source), fmt.reasoning
+    is_stripped = not formats and own is not None and own.end in source  # from the history, which has none
+    if own is None or not (is_stripped or any(own.begin == other.begin for other in formats)):
         fmt = replace(fmt, reasoning=next(iter(formats), None))
     if fmt.content is None or fmt.content[0] not in source:
         turn = _turn(template, tokenizer, {"content": CONTENT, "reasoning_content": REASONING})

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tests.support.tool_checkpoint import ARGUMENTS, FAMILIES, ToolFamily, chat_template
+from tests.support.tool_checkpoint import ARGUMENTS, FAMILIES, LFM2_CALL, ToolFamily, chat_template
 
 NAME = "{{ call.function.name }}"
 JSON_CALL = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
@@ -101,6 +101,14 @@ MORE_FAMILIES: Mapping[str, ToolFamily] = {
     ),
     "minimax-m2": ToolFamily(
         MINIMAX, begin="<minimax:tool_call>\n", between="\n", end="\n</minimax:tool_call>"
+    ),
+    "lfm2.5-calls-first": ToolFamily(
+        LFM2_CALL.replace("'", '"'),
+        begin="<|tool_call_start|>[",
+        between=", ",
+        end="]<|tool_call_end|>{{ message.content or '' }}",
+        content="{% if not message.tool_calls %}{{ message.content }}{% endif %}",
+        history=FAMILIES["lfm2.5"].history,
     ),
     "nemotron": ToolFamily(JSON_CALL, begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
 }

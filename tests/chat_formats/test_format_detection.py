@@ -1,5 +1,6 @@
 """The format of a checkpoint is found by its chat template, and proven by a round trip."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from foreword.tokenizer.tokenizer import Tokenizer
 from tests.chat_formats.templates import TEMPLATES
 from tests.support.fakes import byte_backend, byte_tokenizer
 
-NAMES = {"hermes-thinking": "hermes"}  # of families, where a template's name is another
+NAMES = {  # of families, where a template's name is another
+    "hermes-thinking": "hermes",
+    "qwen3.5": "qwen3-coder",
+    "lfm2.5": "lfm2",
+    "lfm2.5-calls-first": "lfm2",
+}
 ENDS = ("<|im_end|>", "<|call|>", "<|return|>")
 TOOL = Tool("look", "Look at it.", {"type": "object", "properties": {"at": {"type": "string"}}})
 
@@ -230,13 +236,43 @@ def test_template_that_writes_values_as_python_does_is_proven() -> None:
     assert detect(template).is_proven
 
 
-def test_token_of_the_vocabulary_names_the_family() -> None:
-    """LFM2.5's template describes tools, and has no marker of a call."""
-    template = UNKNOWN.replace("@CALL@", "")
-    assert detect(template).format is None
+LFM2_TOKENS = ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>")
+
+
+def detect_with_tokens(template: str, tokens: Sequence[str]) -> Detection:
     backend = byte_backend()
-    backend.add_tokens(["<|tool_call_start|>"])
+    backend.add_tokens(list(tokens))
     tokenizer = Tokenizer(backend)
     tokenizer.chat_template, tokenizer.eos_token_ids = template, (backend.token_to_id("<|im_end|>"),)
-    detection = ChatInputProcessor(tokenizer, None, 0).detection
+    return ChatInputProcessor(tokenizer, None, 0).detection
+
+
+def test_token_of_the_vocabulary_names_the_family() -> None:
+    """LFM2.5's first templates describe tools, and have no marker of a call."""
+    template = UNKNOWN.replace("@CALL@", "")
+    assert detect(template).format is None
+    detection = detect_with_tokens(template, LFM2_TOKENS)
     assert str(detection) == "lfm2 (a token of the vocabulary), proven"
+
+
+def test_end_of_reasoning_in_the_template_is_a_marker_of_the_family() -> None:
+    """LFM2.5-Thinking's template removes reasoning from the history, and writes none."""
+    template = UNKNOWN.replace("@CALL@", "").replace(
+        "m.content or ''", "(m.content or '').split('</think>')[-1]"
+    )
+    detection = detect_with_tokens(template, LFM2_TOKENS)
+    assert detection.format is not None
+    assert detection.format.reasoning == ReasoningFormat("<think>", "</think>")
+    assert (detection.format.name, detection.is_proven) == ("lfm2", True)
+
+
+def test_lfm2_template_that_renders_json_calls_is_derived() -> None:
+    array = (
+        "{% if loop.first %}<|tool_call_start|>[{% else %}, {% endif %}"
+        f'{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}'
+        "{% if loop.last %}]<|tool_call_end|>{% endif %}"
+    )
+    detection = detect_with_tokens(
+        UNKNOWN.replace("@CALL@", array) + "{# <|tool_list_start|> #}", LFM2_TOKENS
+    )
+    assert str(detection) == "derived (what the chat template writes), proven"

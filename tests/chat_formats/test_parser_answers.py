@@ -217,6 +217,12 @@ XML_CALL = "<tool_call>\n<function=write>\n<parameter=text>\n{}\n</parameter>\n<
             '<|tool_call_start|>write(text="a, b", count=2)<|tool_call_end|>',
             {"text": "a, b", "count": 2},
         ),
+        # a quote in a string that is not escaped
+        (
+            "lfm2",
+            '<|tool_call_start|>[write(text=\'it\'s here\', any="a "b"", count=2)]<|tool_call_end|>',
+            {"text": "it's here", "any": 'a "b"', "count": 2},
+        ),
         (
             "deepseek-v4",
             '<｜DSML｜invoke name="write">\n'

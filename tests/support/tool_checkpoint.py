@@ -8,7 +8,7 @@ of a call and the end of the answer likely under "auto"; the grammar then forces
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ XML_ARGUMENTS = (
     "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
     "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
 )
+# LFM2.5 writes strings of the history without escapes; other values but mappings as Python does.
+LFM2_CALL = (
+    "{{ call.function.name }}({% for name, value in call.function.arguments | items %}"
+    "{% if not loop.first %}, {% endif %}{{ name }}={% if value is string %}'{{ value }}'"
+    "{% elif value is mapping %}{{ value | tojson }}{% else %}{{ value }}{% endif %}{% endfor %})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class ToolFamily:
     opener: str | None = None  # the marker that begins a call
     content: str = "{{ message.content or '' }}"
     turn: str = "<|im_start|>"  # before each message
+    history: str | None = None  # reasoning of earlier answers; None: REASONING where <think> is a marker
 
 
 HERMES_CALL = (
@@ -80,6 +87,16 @@ HERMES = ToolFamily(
     begin="{% if message.content %}\n{% endif %}",
     between="\n",
     how='Write a call as <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>',
+    reasoning=NO_THINKING,
+    opener="<tool_call>",
+)
+QWEN3_CODER = ToolFamily(
+    "<tool_call>\n<function={{ call.function.name }}>\n" + XML_ARGUMENTS + "</function>\n</tool_call>",
+    HERMES.markers,
+    begin=HERMES.begin,
+    between="\n",
+    how="Write a call as <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n"
+    "</function>\n</tool_call>",
     reasoning=NO_THINKING,
     opener="<tool_call>",
 )
@@ -96,15 +113,22 @@ FAMILIES: Mapping[str, ToolFamily] = {
         False,
         HERMES.opener,
     ),
-    "qwen3-coder": ToolFamily(
-        "<tool_call>\n<function={{ call.function.name }}>\n" + XML_ARGUMENTS + "</function>\n</tool_call>",
-        HERMES.markers,
-        begin=HERMES.begin,
-        between="\n",
-        how="Write a call as <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n"
-        "</function>\n</tool_call>",
-        reasoning=NO_THINKING,
-        opener="<tool_call>",
+    "qwen3-coder": QWEN3_CODER,
+    "qwen3.5": replace(  # the prompt opens the reasoning, and each answer of the history has its markers
+        QWEN3_CODER,
+        begin="{% if message.content %}\n\n{% endif %}",
+        reasoning=THINKING,
+        history="<think>\n{{ message.reasoning_content or '' }}\n</think>\n\n",
+    ),
+    "lfm2.5": ToolFamily(
+        LFM2_CALL,
+        ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"),
+        begin="<|tool_call_start|>[",
+        between=", ",
+        end="]<|tool_call_end|>",
+        special=True,
+        opener="<|tool_call_start|>",
+        history="{% if message.thinking is defined %}<think>{{ message.thinking }}</think>{% endif %}",
     ),
     "mistral-v3": ToolFamily(
         '{"name": "{{ call.function.name }}", "arguments": ' + ARGUMENTS + ', "id": "{{ call.id }}"}',
@@ -143,13 +167,15 @@ WEATHER: Mapping[str, Any] = {  # a tool of chat whose arguments are short
 }
 
 
-def write_tool_checkpoint(path: Path, family: str = "hermes", seed: int = 1, **overrides: Any) -> Path:
-    """A Llama with random weights that calls tools in the format of `family`.
+def write_tool_checkpoint(
+    path: Path, family: str = "hermes", seed: int = 1, model_type: str = "llama", **overrides: Any
+) -> Path:
+    """A model with random weights that calls tools in the format of `family`.
 
     overrides  options of config.json, and `dtype`, as of write_checkpoint()
     """
     sizes = {"vocab_size": checkpoints.VOCAB_SIZE + MARKERS_SIZE, "max_position_embeddings": 4096}
-    write_checkpoint(path, "llama", seed, **{**sizes, **overrides})
+    write_checkpoint(path, model_type, seed, **{**sizes, **overrides})
     write_tool_tokenizer(path, family)
     return path
 
@@ -183,6 +209,9 @@ def reasoning_bias(begin: float = 12.0, end: float = 8.0) -> dict[int, float]:
 
 def chat_template(family: str | ToolFamily) -> str:
     described = FAMILIES[family] if isinstance(family, str) else family
+    history = described.history
+    if history is None:
+        history = REASONING if "<think>" in described.markers else ""
     parts = {
         "HOW": described.how,
         "BEGIN": described.begin,
@@ -190,7 +219,7 @@ def chat_template(family: str | ToolFamily) -> str:
         "CALL": described.call,
         "END": described.end,
         "RESULT": RESULT,
-        "REASONING": REASONING if "<think>" in described.markers else "",
+        "REASONING": history,
         "CONTENT": described.content,
         "OPEN": described.reasoning,
     }
