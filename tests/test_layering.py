@@ -267,7 +267,7 @@ SHARED_BEHAVIOUR = {
         "vision_server",
     },
     "server/apis": {"enforced", "wires"},
-    "server/apis/chat": {"tools"},
+    "server/apis/chat": {"families_with_state", "tools"},
     "server/apis/messages": {"tools"},
     "ui": {"chat_page", "views"},
 }
