@@ -29,6 +29,7 @@ class QuantizedBlocks:
     format: str  # "q8_0", "q5_0", "q4_0", "q4_k", "q5_k" or "q6_k"
     data: Tensor  # uint8 [N, bytes of a row]
     columns: int
+    input_order: Tensor | None = None  # int64 [K]: column i multiplies input input_order[i]
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,14 @@ def _dequantize_grouped(matrix: GroupedInts) -> Tensor:
     values = _unpack_nibbles(matrix.values, 1) if matrix.bits == 4 else matrix.values
     groups = values.to(torch.float32).view(len(values), -1, matrix.group_size)
     weight = ((groups - matrix.zeros[..., None]) * matrix.scales[..., None]).flatten(1)
-    if matrix.input_order is None:
+    return _order_inputs(weight, matrix.input_order)
+
+
+def _order_inputs(weight: Tensor, input_order: Tensor | None) -> Tensor:
+    """Columns [N, K] in the order of inputs."""
+    if input_order is None:
         return weight
-    return torch.empty_like(weight).index_copy_(1, matrix.input_order, weight)
+    return torch.empty_like(weight).index_copy_(1, input_order, weight)
 
 
 def _dequantize_float8(matrix: Float8Blocks) -> Tensor:
@@ -83,7 +88,7 @@ def _dequantize_blocks(blocks: QuantizedBlocks) -> Tensor:
         and blocks.data.shape[1] == blocks.columns // block.num_values * block.num_bytes
     )
     values = DEQUANTIZERS[blocks.format](blocks.data.reshape(-1, block.num_bytes))
-    return values.reshape(rows, blocks.columns)
+    return _order_inputs(values.reshape(rows, blocks.columns), blocks.input_order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,12 @@ from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize
 from foreword.layers.lora import LoraLayers, LoraWeights
 from foreword.lora.config import CONFIG_FILE, read_adapter_config
-from foreword.weights.gguf.gguf_weights import FLOAT_DTYPES, PERMUTED_QK_ARCHITECTURES, gguf_name
+from foreword.weights.gguf.gguf_weights import (
+    FLOAT_DTYPES,
+    PERMUTED_QK_ARCHITECTURES,
+    TILED_VALUE_ARCHITECTURES,
+    gguf_name,
+)
 from foreword.weights.gguf.header import TensorInfo, is_gguf, open_gguf
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.safetensors_weights import SafetensorsFile
@@ -198,6 +203,9 @@ def _open_gguf_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
     for module, letters in _pair_up(path, gguf.tensors, GGUF_TENSOR_NAME).items():
         if module not in names:
             raise _error(path, f"`{module}` cannot be adapted: the model has no such projection")
+        if architecture in TILED_VALUE_ARCHITECTURES and ".linear_attn." in names[module]:
+            problem = "GGUF files order its value heads anew; load the adapter from its PEFT directory"
+            raise _error(path, f"`{module}` cannot be adapted from a GGUF file: {problem}")
         infos = gguf.tensors[letters["a"]], gguf.tensors[letters["b"]]
         for info in infos:
             if info.tensor_type.name not in FLOAT_DTYPES and info.tensor_type.name not in QUANT_BLOCKS:

@@ -121,7 +121,10 @@ class LayerBuilder:
         )
 
     def gated_delta_net(self, name: str, fused: bool = False) -> GatedDeltaNet:
-        """`fused`: in_proj_qkvz and in_proj_ba join the rows of each key head, as in Qwen3-Next."""
+        """`fused`: in_proj_qkvz and in_proj_ba join the rows of each key head, as in Qwen3-Next.
+
+        GGUF files may have in_proj_qkv and in_proj_z instead of in_proj_qkvz, with rows as in our order.
+        """
         hidden, weights, shape = (
             self._config.hidden_size,
             self._weights.prefixed(f"{name}."),
@@ -131,7 +134,10 @@ class LayerBuilder:
         heads, values = shape.value_heads, shape.value_heads * shape.value_dim
         outputs = {"in_proj_qkv": shape.channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         orders: dict[str, Tensor] = {}
+        tensors: dict[str, int] | None = None
         if fused:
+            if weights.has("in_proj_qkv.weight"):
+                tensors = {"in_proj_qkv": shape.channels, "in_proj_z": values, "in_proj_ba": 2 * heads}
             outputs = {"in_proj_qkvz": shape.channels + values, "in_proj_ba": 2 * heads}
             group = heads // shape.key_heads
             sizes = (*(shape.key_dim,) * 2, *(group * shape.value_dim,) * 2)
@@ -142,9 +148,9 @@ class LayerBuilder:
         norm = RMSNorm(self.ops, weights.tensor("norm.weight", shape.value_dim), self._config.eps)
         return GatedDeltaNet(
             self.ops,
-            self._linear(name, reordered, hidden, outputs, False, orders),
+            self._linear(name, reordered, hidden, outputs, False, orders, tensors),
             self._conv_weight(weights, "conv1d", shape),
-            weights.tensor("A_log", heads).exp(),
+            -weights.tensor("A", heads) if weights.has("A") else weights.tensor("A_log", heads).exp(),
             weights.tensor("dt_bias", heads),
             norm,
             self._linear(name, weights, values, {"out_proj": hidden}, False),
@@ -223,8 +229,11 @@ class LayerBuilder:
         outputs: Mapping[str, int],
         bias: bool,
         row_orders: Mapping[str, Tensor] = MappingProxyType({}),
+        tensors: Mapping[str, int] | None = None,
     ) -> Linear:
-        packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
+        """`tensors`: names and rows in the files, if they are not those of `outputs`."""
+        weight_format = self._precision.linear_format
+        packed = load_linear(self.ops, weights, weight_format, inputs, tensors or outputs, bias)
         prefix = f"layers.{self._index}.{name}."
         lora = self._lora.add_linear(
             self.ops,

@@ -36,6 +36,7 @@ from foreword.weights.gguf.gguf_weights import (
 )
 from foreword.weights.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
 from foreword.weights.gguf.hf_config import read_hf_config
+from foreword.weights.gguf.state_config import split_mtp_head
 from foreword.weights.quantized.quantization_config import CONFIG_FILES, Quantization, read_quantization
 from foreword.weights.quantized.quantized_weights import QuantizedWeights
 from foreword.weights.renamed_weights import HeadlessWeights, MultipartWeights
@@ -59,9 +60,10 @@ TEXT_PREFIXES = MappingProxyType({"model.": ("model.language_model.", "language_
 TEXT_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
 STATE_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+MTP_HEAD = "the MTP head, which drafts,"
 UNUSED_PARTS = MappingProxyType(
     {
-        "mtp.": "the MTP head, which drafts,",
+        "mtp.": MTP_HEAD,
         "model.visual.": "the vision encoder",
         "visual.": "the vision encoder",
     }
@@ -86,11 +88,11 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
         model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
         info = files.with_memory_info(model.info)
         return replace(info, unused_parts=_describe_unused(path, spec))
-    gguf = open_gguf(path)
-    architecture, config = _read_gguf_config(gguf)
-    check_tensor_types(gguf, gguf_dequantize)
-    model = architecture(config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
-    return with_memory_info(model.info, gguf)
+    file = _open_gguf(path)
+    check_tensor_types(file.gguf, gguf_dequantize)
+    model = file.architecture(file.config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
+    info = with_memory_info(model.info, file.gguf)
+    return replace(info, unused_parts=_describe_parts({MTP_HEAD: file.num_unused_values}))
 
 
 def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
@@ -100,11 +102,10 @@ def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
     """
     precision = Precision.from_dtypes("float32")
     if is_gguf(path):
-        gguf = open_gguf(path)
-        architecture, config = _read_gguf_config(gguf)
-        tensors = GGUFWeights(gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize)
+        file = _open_gguf(path)
+        tensors = file.weights(gguf_dequantize)
         headers = HeaderWeights(tensors.lookup, tensors.has)
-        architecture(config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
+        file.architecture(file.config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
         tensors.check_all_read()
         return tensors.num_bytes
     spec = _read_config(path)
@@ -147,11 +148,9 @@ def load_model(
         return _load_dummy_model(path, ops, precision, device, max_model_len, lora)
     with _open_device_loader(device) as device_loader:
         if is_gguf(path):
-            gguf = open_gguf(path)
-            architecture, config = _read_gguf_config(gguf)
-            heads = config.num_heads, config.num_kv_heads
-            weights = GGUFWeights(gguf, heads, gguf_dequantize, progress, device_loader)
-            model = architecture(config, ops, precision, weights, device, max_model_len, lora)
+            file = _open_gguf(path)
+            weights = file.weights(gguf_dequantize, progress, device_loader)
+            model = file.architecture(file.config, ops, precision, weights, device, max_model_len, lora)
             weights.check_all_read()
             return model
         spec = _read_config(path)
@@ -262,10 +261,14 @@ def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
         return ()
     parts: dict[str, int] = {}
     for prefix, part in UNUSED_PARTS.items():
-        count = files.count_values(prefix)
-        if count:
-            parts[part] = parts.get(part, 0) + count
-    return tuple(f"{part} is not used yet ({count / 1e6:.1f} M values)" for part, count in parts.items())
+        parts[part] = parts.get(part, 0) + files.count_values(prefix)
+    return _describe_parts(parts)
+
+
+def _describe_parts(num_values: Mapping[str, int]) -> tuple[str, ...]:
+    """Parts that have values, in words."""
+    counts = {part: count for part, count in num_values.items() if count}
+    return tuple(f"{part} is not used yet ({count / 1e6:.1f} M values)" for part, count in counts.items())
 
 
 def _read_config(path: Path) -> _ModelSpec:
@@ -301,11 +304,32 @@ def _read_text_model(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig
     return architecture, replace(config, tie_word_embeddings=tied)
 
 
-def _read_gguf_config(gguf: GGUFFile) -> tuple[type[Decoder], DecoderConfig]:
+@dataclass(frozen=True, slots=True)
+class _GGUFModel:
+    """Header of a GGUF file."""
+
+    architecture: type[Decoder]
+    config: DecoderConfig
+    gguf: GGUFFile  # without the tensors of an MTP head
+    num_unused_values: int  # of an MTP head
+
+    def weights(
+        self,
+        allow_dequantize: bool,
+        progress: Callable[[int, int], None] | None = None,
+        device_loader: DeviceLoader | None = None,
+    ) -> GGUFWeights:
+        heads = self.config.num_heads, self.config.num_kv_heads
+        shape = next(filter(None, self.config.state_shapes), None)
+        return GGUFWeights(self.gguf, heads, allow_dequantize, progress, device_loader, shape)
+
+
+def _open_gguf(path: Path) -> _GGUFModel:
     """Norm weights in GGUF files include the architecture's offset."""
+    gguf = open_gguf(path)
     options = read_hf_config(gguf, lambda name: read_rope_factors(gguf, name))
     architecture, config = _read_known_decoder(ConfigReader(options, str(gguf.path)))
-    return architecture, replace(config, norm_offset=0.0)
+    return _GGUFModel(architecture, replace(config, norm_offset=0.0), *split_mtp_head(gguf))
 
 
 def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:

@@ -165,6 +165,10 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
 CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}|{SPACES}"
 QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|{SPACES}"
+QWEN_WITH_MARKS = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+)
 O200K = (
     rf"{LEADING_CHAR}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEADING_CHAR}{UPPER}+{LOWER}*{CONTRACTIONS}?|"
     rf"\p{{N}}{{1,3}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
@@ -181,6 +185,7 @@ DEEPSEEK_V3 = (
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
 LLAMA3 = PreTokenizerConfig((CL100K,), ignore_merges=True, add_bos=True)
 QWEN2 = PreTokenizerConfig((QWEN,), nfc=True)
+QWEN35 = PreTokenizerConfig((QWEN_WITH_MARKS,), nfc=True)
 DIGITS_FIRST = PreTokenizerConfig(gpt2_pattern=True, split_digits=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
@@ -188,7 +193,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
         "llama-bpe": LLAMA3,
         "llama3": LLAMA3,
         "llama-v3": LLAMA3,
+        "lfm2": LLAMA3,
         "qwen2": QWEN2,
+        "qwen35": QWEN35,
         "deepseek-r1-qwen": QWEN2,
         "gpt-2": PreTokenizerConfig(gpt2_pattern=True),
         "smollm": DIGITS_FIRST,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
+from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES
 
 ARCHITECTURES = {
     "mistral": "llama",
@@ -27,11 +28,15 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "lfm2_moe": "lfm2moe",
     "ministral3": "mistral3",
     "mixtral": "llama",
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 # Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
@@ -46,7 +51,7 @@ SCALE_PLACES: dict[Kind, tuple[int, int | None, float]] = {
 }
 PERMUTED_FAMILIES = ("llama", "ministral3", "mistral", "mixtral", "smollm3")
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+SHORT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Array = npt.NDArray[Any]
 Write = Callable[[gguf.GGUFWriter], None]
 
@@ -58,6 +63,7 @@ def write_gguf(
     more: Write | None = None,
     architecture: str = "",
     fuse_experts: bool = False,
+    join_qkvz: bool = False,
     **metadata: Any,
 ) -> Path:
     """Convert a checkpoint of tests/support/checkpoints.py; `tensor_type` may depend on the name.
@@ -65,6 +71,7 @@ def write_gguf(
     more          writes further keys and tensors
     architecture  of the file, if not the usual one of the family
     fuse_experts  gate and up of all experts in one tensor
+    join_qkvz     in_proj_qkvz of Qwen3-Next stays one tensor, as in older files
     metadata      keys of the architecture, dots as two underscores; None removes one
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -79,11 +86,13 @@ def write_gguf(
     write_byte_level(
         writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
     )
-    for name, tensor in stack_experts(load_file(checkpoint / "model.safetensors"), fuse_experts).items():
+    tensors = stack_experts(load_file(checkpoint / "model.safetensors"), fuse_experts)
+    for name, tensor in (tensors if join_qkvz else split_qkvz(tensors, config)).items():
         file_name = gguf_name(name, architecture)
         values = to_gguf_layout(name, tensor, config)
         named_type = tensor_type(file_name) if callable(tensor_type) else tensor_type
-        is_float = values.ndim == 1 or "ffn_gate_inp" in file_name or file_name.endswith("bias")
+        is_float = values.ndim == 1 or file_name.endswith(("conv.weight", "conv1d.weight"))
+        is_float |= "ffn_gate_inp" in file_name or file_name.endswith("bias")
         stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
     if more is not None:
@@ -106,7 +115,7 @@ def stack_experts(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".experts.")
         if match := EXPERT_PATTERN.fullmatch(name):
-            kind = MIXTRAL_NAMES.get(match[3], match[3])
+            kind = SHORT_NAMES.get(match[3], match[3])
             experts.setdefault(f"{match[1]}.{kind}", {})[int(match[2])] = tensor
         elif last.startswith("gate_up_proj"):  # gpt-oss: rows of gate and up alternate
             rows = tensor.mT if tensor.ndim == 3 else tensor
@@ -135,24 +144,76 @@ def stack_experts(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
     return result
 
 
+def split_qkvz(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Rows of q, k, v and z of all key heads instead of one key head after the other."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, joined, _ = name.partition("in_proj_qkvz")
+        if not joined:
+            result[name] = tensor
+            continue
+        groups, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+        parts = tensor.reshape(groups, -1, tensor.shape[1]).split([size, size, values, values], 1)
+        *qkv, z = (part.flatten(0, 1) for part in parts)
+        result |= {f"{prefix}in_proj_qkv.weight": torch.cat(qkv), f"{prefix}in_proj_z.weight": z}
+    return result
+
+
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    default_factor = 0.25 if config["model_type"] in DELTA_NET_FAMILIES else 1.0
     keys = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": _feed_forward_length(config),
         "block_count": config["num_hidden_layers"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"] or heads,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps") or config["norm_eps"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1.0)),
+        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", default_factor)),
         "rope.freq_base": config.get("rope_theta"),
         "vocab_size": config["vocab_size"],
     }
-    return keys | _family_keys(config)
+    return keys | _family_keys(config) | _state_keys(config)
+
+
+def _feed_forward_length(config: dict[str, Any]) -> int:
+    """LFM2 adjusts the size of its MLPs."""
+    size: int = config["intermediate_size"]
+    if config["model_type"] != "lfm2":
+        return size
+    multiple = config.get("block_multiple_of", 256)
+    return -(-(2 * size // 3) // multiple) * int(multiple)
+
+
+def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of families whose layers have states."""
+    family, types = config["model_type"], config.get("layer_types", [])
+    if family in LFM2_FAMILIES:
+        kv_heads = config["num_key_value_heads"]
+        keys = {
+            "attention.head_count_kv": [kv_heads * (item == "full_attention") for item in types],
+            "shortconv.l_cache": config.get("conv_L_cache", 3),
+        }
+        if family == "lfm2_moe":
+            keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+        return keys
+    if family not in DELTA_NET_FAMILIES:
+        return {}
+    keys = {
+        "attention.recurrent_layers": [item == "linear_attention" for item in types] or None,
+        "full_attention_interval": config.get("full_attention_interval"),
+        "ssm.conv_kernel": config.get("linear_conv_kernel_dim", 4),
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
+    }
+    return keys if family == "qwen3_next" else keys | {"rope.dimension_sections": [11, 11, 10, 0]}
 
 
 def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -214,9 +275,11 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
-    """Changes by the converter: permuted rows of q and k, and Gemma's norms plus 1."""
-    value = tensor.to(torch.float32)
+    """Changes by the converter: permuted rows of q and k, norms plus 1, and those of states."""
+    value = _to_state_layout(name, tensor.to(torch.float32), config)
     family = config["model_type"]
+    if family in DELTA_NET_FAMILIES and name.endswith("norm.weight") and "linear_attn" not in name:
+        value = value + 1
     if family.startswith("gemma") and name.endswith("norm.weight"):
         value = value + 1
     if (family in PERMUTED_FAMILIES or family.startswith("granite")) and (
@@ -228,6 +291,31 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     if name.endswith("shared_expert_gate.weight"):
         value = value.squeeze(0)
     return value.numpy()
+
+
+def _to_state_layout(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
+    """Convolutions lose their middle dimension, decays get their sign; Qwen3.5's value heads are tiled."""
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        value = value.squeeze(1)
+    if name.endswith("A_log"):
+        value = -value.exp()
+    if config["model_type"] not in ("qwen3_5_text", "qwen3_5_moe_text") or ".linear_attn." not in name:
+        return value
+    groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    heads = config["linear_num_value_heads"]
+    keys = 2 * groups * config["linear_key_head_dim"]
+    last = name.partition(".linear_attn.")[2].partition(".")[0]
+    if last in ("in_proj_qkv", "conv1d"):
+        return torch.cat((value[:keys], _tile(value[keys:], groups, heads, size)))
+    if last == "out_proj":
+        return _tile(value.t(), groups, heads, size).t()
+    sizes = {"in_proj_z": size, **dict.fromkeys(("in_proj_a", "in_proj_b", "A_log", "dt_bias"), 1)}
+    return _tile(value, groups, heads, sizes[last]) if last in sizes else value
+
+
+def _tile(rows: Tensor, groups: int, heads: int, size: int) -> Tensor:
+    """Rows of heads in groups -> the first head of each group, the second of each, ..."""
+    return rows.reshape(groups, heads // groups, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 def quantize(value: Array, kind: Kind) -> Array:

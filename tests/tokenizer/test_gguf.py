@@ -62,6 +62,10 @@ WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = WORDS + r"\p{N}{1,3}|" + REST
 QWEN2 = WORDS + r"\p{N}|" + REST
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -84,7 +88,9 @@ def split(pattern: str) -> list[Any]:
 FAMILIES: dict[str, tuple[list[Any], bool, bool]] = {  # pre-tokenizers, NFC, ignore_merges
     "llama-bpe": (split(LLAMA3), False, True),
     "dbrx": (split(LLAMA3), False, False),
+    "lfm2": (split(LLAMA3), False, True),
     "qwen2": (split(QWEN2), True, False),
+    "qwen35": (split(QWEN35), True, False),
     "gpt-4o": (split(GPT4O), False, False),
     "tekken": (split(TEKKEN), False, True),
     "gpt-2": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], False, False),

@@ -61,9 +61,10 @@ def llama3_divisors(head_dim: int) -> list[float]:
     return (1 / ((1 - smooth) / 4 + smooth)).tolist()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"lfm2_moe": {"routed_scaling_factor": 1.0}}  # no other in files
 # Family, options of the checkpoint, keys of the file beyond the usual, further tensors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
-    **{family: (family, {}, {}, None) for family in FAMILIES if family != "gemma3_text"},
+    **{family: (family, OPTIONS.get(family, {}), {}, None) for family in FAMILIES if family != "gemma3_text"},
     "gemma3": ("gemma3_text", {}, {"attention__sliding_window_pattern": 2}, None),
     "gemma3-default-pattern": (
         "gemma3_text",

@@ -159,7 +159,7 @@ def _num_columns(part: Matrix) -> int:
 
 def _layout_of(part: Matrix, weight_format: str) -> PackedLayout:
     if isinstance(part, QuantizedBlocks):
-        return PackedLayout(part.format, part.format)
+        return PackedLayout(part.format, part.format, 0, _order_bytes(part.input_order))
     if isinstance(part, Float8Blocks):
         return PackedLayout("float8", "float8", _group_size("float8", part.block_shape[1], part.columns))
     if isinstance(part, GroupedInts):
@@ -171,9 +171,7 @@ def _layout_of_ints(part: GroupedInts) -> PackedLayout:
     source, columns = f"grouped{part.bits}", part.columns
     group_size = _group_size(source, part.group_size, columns)
     assert int(part.zeros.max()) <= MAX_ZEROS[part.bits], "a zero outside the values"
-    order = part.input_order
-    is_sorted = order is None or torch.equal(order, torch.arange(columns))
-    order_bytes = None if order is None or is_sorted else order.numpy().tobytes()
+    order_bytes = _order_bytes(part.input_order)
     is_symmetric = part.bits == 8 and group_size >= columns and bool((part.zeros == 128).all())
     if is_symmetric:  # a scale for each row
         return PackedLayout(source, "int8", 0, order_bytes)
@@ -238,6 +236,12 @@ def _row_addresses(data: Tensor) -> np.ndarray:
 def _pointers_to(rows: np.ndarray) -> np.ndarray:
     """uint64 [N]: address of each row of an array, which must outlive them."""
     return rows.ctypes.data + np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
+
+
+def _order_bytes(order: Tensor | None) -> bytes | None:
+    """None for inputs in their own order."""
+    is_sorted = order is None or torch.equal(order, torch.arange(len(order)))
+    return None if order is None or is_sorted else order.numpy().tobytes()
 
 
 def _order_of(order_bytes: bytes) -> Tensor:

@@ -163,7 +163,7 @@ def _num_rows(part: Matrix) -> int:
 
 
 def _get_input_order(part: Matrix) -> Tensor | None:
-    return part.input_order if isinstance(part, GroupedInts) else None
+    return part.input_order if isinstance(part, (GroupedInts, QuantizedBlocks)) else None
 
 
 def _pick_format(parts: Sequence[Matrix], weight_format: str) -> str:

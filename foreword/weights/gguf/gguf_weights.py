@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.layers.lora import deinterleave_heads
@@ -26,6 +27,7 @@ from foreword.planning.memory import ModelInfo, PackedFormat
 from foreword.weights.file_to_device import DeviceLoader, FileSpan
 from foreword.weights.gguf.header import EMBEDDING_TENSOR, GGUFFile, TensorInfo
 from foreword.weights.gguf.metadata import ROPE_TENSORS
+from foreword.weights.gguf.value_heads import TiledValueHeads
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.renamed_weights import PrefixedWeights
 from foreword.weights.safetensors_weights import unexpected_tensors_error
@@ -83,6 +85,7 @@ GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
 )
 TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 # The converter reorders rows of q and k.
+TILED_VALUE_ARCHITECTURES = ("qwen35", "qwen35moe")  # see TiledValueHeads
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EXPERTS_MARK = "_exps."  # in names of tensors
@@ -91,11 +94,18 @@ MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
+        "model.embedding_norm.weight": "token_embd_norm.weight",  # LFM2's last norm
         "lm_head.weight": HEAD_TENSOR,
     }
 )
-ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
-EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts")
+ROUTERS = (
+    "feed_forward.gate",
+    "mlp.gate",
+    "mlp.router",
+    "block_sparse_moe.gate",
+    "block_sparse_moe.router.layer",
+)
+EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts")
 EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
     {
         "gate_proj": "ffn_gate_exps",
@@ -104,6 +114,32 @@ EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
         "down_proj": "ffn_down_exps",
     }
 )
+STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "operator_norm": "attn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.expert": "exp_probs_b",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "linear_attn.in_proj_qkvz": "ssm_in",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_ba": "ssm_ba",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.dt": "ssm_dt",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    }
+)
+DECAY_NAMES = ("linear_attn.A_log", "linear_attn.A")  # the file has -exp(A_log), without a suffix
 LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm": "attn_norm",
@@ -123,6 +159,7 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj": "ffn_down",
         "self_attn.sinks": "attn_sinks",
         "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **STATE_TENSOR_NAMES,
         **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
         **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},
         **{
@@ -133,7 +170,10 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 POST_NORM_ARCHITECTURES = ("exaone4", "olmo2")  # no norms before the branches
-POST_ATTENTION_NORM_ARCHITECTURES = (*POST_NORM_ARCHITECTURES, "gpt-oss")  # by name
+POST_ATTENTION_NORM_ARCHITECTURES = (  # by name
+    *(*POST_NORM_ARCHITECTURES, "gpt-oss"),
+    *("qwen35", "qwen35moe", "qwen3next"),
+)
 POST_NORM_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "post_attention_layernorm": "post_attention_norm",
@@ -148,6 +188,8 @@ def gguf_name(name: str, architecture: str) -> str:
     match = LAYER_TENSOR_PATTERN.fullmatch(name)
     if match is None:
         return MODEL_TENSOR_NAMES.get(name, name)
+    if match[2] in DECAY_NAMES:
+        return f"blk.{match[1]}.ssm_a"
     has_post_norms = architecture.startswith("gemma") or architecture in POST_ATTENTION_NORM_ARCHITECTURES
     inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
     inner = inner or LAYER_TENSOR_NAMES.get(match[2], match[2])
@@ -224,8 +266,9 @@ def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
 class GGUFWeights:
     """Tensors of a GGUF file, see `layers.weights.Weights`. They are mapped if there is no device loader.
 
-    num_heads  of queries and keys
-    progress   called with bytes done and bytes in total
+    num_heads    of queries and keys
+    state_shape  of layers with state, if there are any
+    progress     called with bytes done and bytes in total
     Raises CheckpointError for tensor types, missing tensors, wrong shapes, and tensors that are not read.
     """
 
@@ -236,12 +279,16 @@ class GGUFWeights:
         allow_dequantize: bool = False,
         progress: Callable[[int, int], None] | None = None,
         device_loader: DeviceLoader | None = None,
+        state_shape: StateShape | None = None,
     ) -> None:
         check_tensor_types(gguf, allow_dequantize)
         self._gguf = gguf
         self._architecture: str = gguf.metadata["general.architecture"]
         self._device_loader = device_loader
         self._num_heads = num_heads if self._architecture in PERMUTED_QK_ARCHITECTURES else None
+        self._value_heads = None
+        if state_shape is not None and self._architecture in TILED_VALUE_ARCHITECTURES:
+            self._value_heads = TiledValueHeads(state_shape)
         self._progress = progress
         self._files: dict[Path, MappedFile] = {file: MappedFile(file) for file in gguf.files}
         self._bytes_total = sum(info.num_bytes for info in gguf.tensors.values())
@@ -255,7 +302,7 @@ class GGUFWeights:
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
         self.num_parameters += info.num_values
-        tensor = self._unpermute(name, self._read_floats(info)).to(torch.float32, copy=True)
+        tensor = self._restore_rows(name, self._read_floats(info)).to(torch.float32, copy=True)
         self._release(info)
         return tensor.view(shape)
 
@@ -301,7 +348,8 @@ class GGUFWeights:
             raise CheckpointError(
                 f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
             )
-        if info.shape != tuple(shape) and (1, *info.shape) != tuple(shape):  # a single row may be a vector
+        # A single row may be a vector, and convolutions lack their inputs' dimension.
+        if tuple(shape) not in (info.shape, (1, *info.shape), (*info.shape[:1], 1, *info.shape[1:])):
             raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
         self._read_names.add(info.name)
         return info
@@ -313,12 +361,12 @@ class GGUFWeights:
         self.num_parameters += info.num_values
         type_name = info.tensor_type.name
         if type_name in FLOAT_DTYPES:
-            return self._unpermute(name, self._read_floats(info))
+            return self._restore_order(name, self._read_floats(info))
         blocks = self._read_tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
         if type_name in PACKED_TYPES:
-            return QuantizedBlocks(type_name, self._unpermute(name, blocks), info.shape[-1])
+            return self._restore_order(name, QuantizedBlocks(type_name, blocks, info.shape[-1]))
         values = torch.from_numpy(dequantize(type_name, blocks.cpu().numpy()))
-        return self._unpermute(name, values.to(blocks.device))
+        return self._restore_order(name, values.to(blocks.device))
 
     def _read_floats(self, info: TensorInfo) -> Tensor:
         return self._read_tensor(info, FLOAT_DTYPES[info.tensor_type.name], info.shape)
@@ -330,8 +378,18 @@ class GGUFWeights:
         count = info.num_bytes // dtype.itemsize
         return self._files[info.file].tensor(dtype, info.offset, count).view(shape)
 
-    def _unpermute(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of q and k in the checkpoint's order: the two halves of each head, not interleaved."""
+    def _restore_order(self, name: str, matrix: Matrix) -> Matrix:
+        """Rows and columns in the checkpoint's order."""
+        if isinstance(matrix, QuantizedBlocks):
+            matrix = replace(matrix, data=self._restore_rows(name, matrix.data))
+        elif isinstance(matrix, Tensor):
+            matrix = self._restore_rows(name, matrix)
+        return matrix if self._value_heads is None else self._value_heads.restore_columns(name, matrix)
+
+    def _restore_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Rows in the checkpoint's order; of q and k the two halves of each head, not interleaved."""
+        if self._value_heads is not None:
+            return self._value_heads.restore_rows(name, rows)
         is_permuted = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
         if self._num_heads is None or not is_permuted:
             return rows

@@ -17,6 +17,16 @@ from foreword.weights.gguf.metadata import (
     read_rope_theta,
     rope_options,
 )
+from foreword.weights.gguf.state_config import (
+    DELTA_NET_ARCHITECTURES,
+    LFM2_ARCHITECTURES,
+    STATE_ARCHITECTURES,
+    read_attention_layers,
+    read_kv_heads,
+    read_num_dense_layers,
+    read_num_layers,
+    state_options,
+)
 from foreword.weights.unsupported_families import missing_feature
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
@@ -29,6 +39,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "granite": "granite",
         "granitemoe": "granitemoe",  # granitemoeshared if it has a shared expert
         "hunyuan-dense": "hunyuan_v1_dense",
+        "lfm2": "lfm2",
+        "lfm2moe": "lfm2_moe",
         "llama": "llama",  # mixtral if it has experts
         "mistral3": "mistral",  # ministral3 if it scales queries
         "olmo2": "olmo2",  # olmo3 if it has a window
@@ -37,7 +49,10 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen2": "qwen2",
         "qwen2moe": "qwen2_moe",
         "qwen3": "qwen3",
+        "qwen35": "qwen3_5_text",
+        "qwen35moe": "qwen3_5_moe_text",
         "qwen3moe": "qwen3_moe",
+        "qwen3next": "qwen3_next",
         "smollm3": "smollm3",
     }
 )
@@ -71,11 +86,16 @@ BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
     }
 )
-QWEN_MOE_ARCHITECTURES = ("qwen2moe", "qwen3moe")
-MOE_ARCHITECTURES = ("gpt-oss", "granitemoe", "olmoe", *QWEN_MOE_ARCHITECTURES)
+SIZED_EXPERT_ARCHITECTURES = ("lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
+NORM_OPTION_ARCHITECTURES = ("lfm2moe", "olmoe", "qwen2moe", "qwen3moe", "qwen3next")  # `norm_topk_prob`
+SHARED_EXPERT_ARCHITECTURES = ("qwen2moe", "qwen35moe", "qwen3next")  # in all layers
+MOE_ARCHITECTURES = (
+    *("gpt-oss", "granitemoe", "lfm2moe", "olmoe"),
+    *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
+)
 SHARED_SIZE = "expert_shared_feed_forward_length"
-EXPERTS_TENSOR, SHARED_TENSOR = "blk.0.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
-SOFTMAX_GATING = 1
+EXPERTS_TENSOR, SHARED_TENSOR = "blk.{}.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
+SOFTMAX_GATING, SIGMOID_GATING = 1, 2
 FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
 # Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
@@ -130,15 +150,16 @@ def _check_shape(metadata: MetadataReader) -> None:
     """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
     _check_layers(metadata)
     hidden = metadata.get_int("embedding_length")
-    _check_dimension(metadata, "embedding_length", "token_embd.weight", 1, hidden)
+    metadata.check_dimension("embedding_length", "token_embd.weight", 1, hidden)
     _check_heads(metadata)
     if _has_experts(metadata):
         _check_experts(metadata)
         return
-    if EXPERTS_TENSOR in metadata.tensors:
-        raise metadata.error("expert_count", f"is 0, but tensor `{EXPERTS_TENSOR}` is there")
+    tensor = EXPERTS_TENSOR.format(0)
+    if tensor in metadata.tensors:
+        raise metadata.error("expert_count", f"is 0, but tensor `{tensor}` is there")
     size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
-    _check_dimension(metadata, "feed_forward_length", "blk.0.ffn_up.weight", 0, size)
+    metadata.check_dimension("feed_forward_length", "blk.0.ffn_up.weight", 0, size)
 
 
 def _has_experts(metadata: MetadataReader) -> bool:
@@ -150,7 +171,11 @@ def _is_mixtral(metadata: MetadataReader) -> bool:
 
 
 def _check_experts(metadata: MetadataReader) -> None:
-    """The first layer decides: in GGUF files all layers have experts."""
+    """The first layer decides: in GGUF files all layers have experts, but LFM2's first ones."""
+    num_dense = read_num_dense_layers(metadata)
+    if num_dense:
+        size = metadata.get_int("feed_forward_length")
+        metadata.check_dimension("feed_forward_length", "blk.0.ffn_up.weight", 0, size)
     if "blk.0.ffn_up.0.weight" in metadata.tensors:
         hint = "tensors for each expert are of files from before 2024; convert the model again"
         raise metadata.error("expert_count", hint)
@@ -158,14 +183,14 @@ def _check_experts(metadata: MetadataReader) -> None:
         ("expert_count", 0, metadata.get_int("expert_count")),
         (_expert_size_key(metadata), 2, metadata.get_int(_expert_size_key(metadata))),
     ):
-        _check_dimension(metadata, key, EXPERTS_TENSOR, dimension, expected, 3)
+        metadata.check_dimension(key, EXPERTS_TENSOR.format(num_dense), dimension, expected, 3)
     if SHARED_TENSOR in metadata.tensors:
-        _check_dimension(metadata, SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
+        metadata.check_dimension(SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
 
 
 def _read_intermediate_size(metadata: MetadataReader) -> int:
-    """Intermediate size of an MLP, or of an expert in architectures without MLPs."""
-    if not _has_experts(metadata):
+    """Intermediate size of an MLP, or of an expert in models without MLPs."""
+    if not _has_experts(metadata) or read_num_dense_layers(metadata):
         return metadata.get_int("feed_forward_length")
     size = metadata.get_int(_expert_size_key(metadata))
     metadata.get_int("feed_forward_length", size)  # no layer has an MLP of this size
@@ -189,43 +214,35 @@ def _check_layers(metadata: MetadataReader) -> None:
 
 
 def _check_heads(metadata: MetadataReader) -> None:
+    """The first layer with attention decides. Gated attention has twice the rows of queries."""
     heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
-    kv_heads = metadata.get_int("attention.head_count_kv", heads)
+    kv_heads = read_kv_heads(metadata)
     key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
     if metadata.architecture in FUSED_PROJECTIONS:
-        _check_dimension(metadata, key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
+        metadata.check_dimension(key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
         return
-    _check_dimension(metadata, key, "blk.0.attn_q.weight", 0, heads * size)
-    _check_dimension(metadata, "attention.head_count_kv", "blk.0.attn_k.weight", 0, kv_heads * size)
-
-
-def _check_dimension(
-    metadata: MetadataReader, key: str, tensor_name: str, dimension: int, expected: int, num_dims: int = 2
-) -> None:
-    """The tensor must have `expected` matrices, rows or columns (the last dimension), as `key` implies."""
-    shape = metadata.tensor_info(tensor_name).shape
-    if len(shape) != num_dims or shape[dimension] != expected:
-        axis = ("matrices", "rows", "columns")[3 - num_dims + dimension]
-        raise metadata.error(
-            key, f"makes {expected} {axis} of tensor `{tensor_name}`, which is {list(shape)}"
-        )
+    block = f"blk.{read_attention_layers(metadata).index(True)}"
+    rows = heads * size * (1 + (metadata.architecture in DELTA_NET_ARCHITECTURES))
+    metadata.check_dimension(key, f"{block}.attn_q.weight", 0, rows)
+    metadata.check_dimension("attention.head_count_kv", f"{block}.attn_k.weight", 0, kv_heads * size)
 
 
 def _shape_options(metadata: MetadataReader) -> Options:
     head_dim, heads = metadata.get_head_dim(), metadata.get_int("attention.head_count")
     metadata.require_value("attention.value_length", head_dim)
+    eps_option = "norm_eps" if metadata.architecture in LFM2_ARCHITECTURES else "rms_norm_eps"
     return {
         "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
         "vocab_size": metadata.gguf.vocab_size,
         "hidden_size": metadata.get_int("embedding_length"),
         "intermediate_size": _read_intermediate_size(metadata),
-        "num_hidden_layers": metadata.get_int("block_count"),
+        "num_hidden_layers": read_num_layers(metadata),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get_int("attention.head_count_kv", heads),
+        "num_key_value_heads": read_kv_heads(metadata),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.get_int("context_length"),
-        "rms_norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"),
+        eps_option: metadata.get_float("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
     }
 
@@ -259,18 +276,18 @@ def _expert_options(metadata: MetadataReader) -> Options:
         return {}
     name = metadata.architecture
     renormalizes = name not in ("olmoe", "qwen2moe")
-    metadata.require_value("expert_gating_func", SOFTMAX_GATING)
+    metadata.require_value("expert_gating_func", SIGMOID_GATING if name == "lfm2moe" else SOFTMAX_GATING)
     metadata.require_value("expert_weights_norm", renormalizes)
     metadata.require_value("expert_weights_scale", 1.0)
     count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
     if used > count:
         raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
     options: Options = {"num_experts": count, "num_experts_per_tok": used}
-    if name in QWEN_MOE_ARCHITECTURES:
+    if name in SIZED_EXPERT_ARCHITECTURES:
         options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
-    if name in ("olmoe", *QWEN_MOE_ARCHITECTURES):
+    if name in NORM_OPTION_ARCHITECTURES:
         options["norm_topk_prob"] = renormalizes
-    if name == "qwen2moe":
+    if name in SHARED_EXPERT_ARCHITECTURES:
         options["shared_expert_intermediate_size"] = metadata.get_int(SHARED_SIZE)
     if name == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
         options["shared_intermediate_size"] = metadata.get_int(SHARED_SIZE)
@@ -286,6 +303,8 @@ def _family_options(metadata: MetadataReader) -> Options:
     """Activation (no key declares it), windows, softcaps and multipliers."""
     if metadata.architecture.startswith("gemma"):
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
+    if metadata.architecture in STATE_ARCHITECTURES:
+        return state_options(metadata)
     options: Options = {"hidden_act": "silu"}
     if metadata.architecture in ("granite", "granitemoe"):
         return options | _granite_options(metadata)

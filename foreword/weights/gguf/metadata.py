@@ -18,6 +18,7 @@ ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 DEFAULT_THETA = 10000.0
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
+PARTIAL_ROPE_ARCHITECTURES = ("phi3", "qwen35", "qwen35moe", "qwen3next")
 
 
 class MetadataReader:
@@ -83,6 +84,17 @@ class MetadataReader:
             raise CheckpointError(f"{self._reader.source}: tensor `{name}` is missing", "model")
         return self.tensors[name]
 
+    def check_dimension(
+        self, key: str, tensor_name: str, dimension: int, expected: int, num_dims: int = 2
+    ) -> None:
+        """The tensor must have `expected` matrices, rows or columns (last dimension), as `key` implies."""
+        shape = self.tensor_info(tensor_name).shape
+        if len(shape) != num_dims or shape[dimension] != expected:
+            axis = ("matrices", "rows", "columns")[3 - max(num_dims, 2) + dimension]
+            raise self.error(
+                key, f"makes {expected} {axis} of tensor `{tensor_name}`, which is {list(shape)}"
+            )
+
 
 def _collapse_uniform(value: Any) -> Any:
     """Replace a list of equal numbers, one per layer, by the number."""
@@ -110,10 +122,11 @@ def read_rope_theta(metadata: MetadataReader, key: str, default: float) -> float
 def _partial_rotary_options(metadata: MetadataReader) -> Options:
     head_dim = metadata.get_head_dim()
     rotated = metadata.get_int("rope.dimension_count", head_dim)
-    if rotated == head_dim:
+    is_known = metadata.architecture in PARTIAL_ROPE_ARCHITECTURES
+    if rotated == head_dim and not is_known:
         return {}
-    if metadata.architecture != "phi3" or rotated > head_dim or rotated % 2:
-        limit = "even and at most " if metadata.architecture == "phi3" else ""
+    if not is_known or rotated > head_dim or rotated % 2:
+        limit = "even and at most " if is_known else ""
         reason = f"must be {limit}{head_dim}, the size of a head, got {rotated}"
         raise metadata.error("rope.dimension_count", reason)
     return {"partial_rotary_factor": (rotated + 0.5) / head_dim}  # the reader multiplies and rounds down

@@ -1,0 +1,160 @@
+"""Options of config.json for GGUF architectures whose layers have states: LFM2, Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from foreword.weights.config_reader import MAX_INT
+from foreword.weights.gguf.header import GGUFFile
+from foreword.weights.gguf.metadata import MetadataReader
+
+LFM2_ARCHITECTURES = ("lfm2", "lfm2moe")
+DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
+STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES)
+INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
+MAX_MROPE_SECTIONS = 4
+KV_HEADS, DENSE_LAYERS = "attention.head_count_kv", "leading_dense_block_count"
+RECURRENT_LAYERS = "attention.recurrent_layers"
+
+
+def read_num_layers(metadata: MetadataReader) -> int:
+    """Layers of the model: blocks but those of the MTP head, which come last."""
+    blocks = metadata.get_int("block_count")
+    if metadata.architecture not in DELTA_NET_ARCHITECTURES:
+        return blocks
+    drafting = metadata.get_int("nextn_predict_layers", 0, low=0)
+    if drafting >= blocks:
+        raise metadata.error("nextn_predict_layers", f"must be below block_count, {blocks}, got {drafting}")
+    return blocks - drafting
+
+
+def split_mtp_head(gguf: GGUFFile) -> tuple[GGUFFile, int]:
+    """The file without the blocks of an MTP head, and the values of those. Its config has been read."""
+    metadata = MetadataReader(gguf, gguf.metadata["general.architecture"])
+    blocks = range(read_num_layers(metadata), metadata.get_int("block_count"))
+    prefixes = tuple(f"blk.{block}." for block in blocks)
+    unused = {name: info for name, info in gguf.tensors.items() if name.startswith(prefixes)}
+    used = {name: info for name, info in gguf.tensors.items() if name not in unused}
+    return replace(gguf, tensors=used), sum(info.num_values for info in unused.values())
+
+
+def read_kv_heads(metadata: MetadataReader) -> int:
+    """Heads of keys and values. LFM2 has one number per layer, 0 for a convolution."""
+    counts: list[int] | int | None = metadata.get(KV_HEADS, None)
+    if metadata.architecture not in LFM2_ARCHITECTURES or not isinstance(counts, list):
+        return metadata.get_int(KV_HEADS, metadata.get_int("attention.head_count"))
+    blocks = metadata.get_int("block_count")
+    is_valid = all(type(count) is int and 0 <= count <= MAX_INT for count in counts)
+    if len(counts) != blocks or not is_valid or len(set(counts) - {0}) != 1:
+        reason = f"must be a number or {blocks} numbers, 0 or all equal, got {counts!s:.60}"
+        raise metadata.error(KV_HEADS, reason)
+    return max(counts)
+
+
+def read_attention_layers(metadata: MetadataReader) -> list[bool]:
+    """Whether each layer has attention, not a state; compared with the layers' tensors."""
+    num_layers = read_num_layers(metadata)
+    if metadata.architecture not in STATE_ARCHITECTURES:
+        return [True] * num_layers
+    key, flags = _read_layer_flags(metadata, num_layers)
+    for layer, has_attention in enumerate(flags):
+        tensor = f"blk.{layer}.attn_k.weight"
+        if (tensor in metadata.tensors) is not has_attention:
+            kind, state = ("attention", "missing") if has_attention else ("a state", "there")
+            raise metadata.error(key, f"gives layer {layer} {kind}, but tensor `{tensor}` is {state}")
+    if not any(flags):
+        raise metadata.error(key, f"leaves none of {num_layers} layers with attention")
+    return flags
+
+
+def _read_layer_flags(metadata: MetadataReader, num_layers: int) -> tuple[str, list[bool]]:
+    """The key that decides, and whether each layer has attention."""
+    if metadata.architecture in LFM2_ARCHITECTURES:
+        read_kv_heads(metadata)
+        counts = metadata.get(KV_HEADS, None)
+        return KV_HEADS, [count > 0 for count in counts] if isinstance(counts, list) else [True] * num_layers
+    interval = metadata.get_int("full_attention_interval", INTERVAL)
+    if RECURRENT_LAYERS in metadata:
+        recurrent = _read_recurrent_layers(metadata)[:num_layers]
+        return RECURRENT_LAYERS, [not is_recurrent for is_recurrent in recurrent]
+    return "full_attention_interval", [(index + 1) % interval == 0 for index in range(num_layers)]
+
+
+def _read_recurrent_layers(metadata: MetadataReader) -> list[bool]:
+    """One flag per block."""
+    flags, blocks = metadata.get(RECURRENT_LAYERS), metadata.get_int("block_count")
+    if not isinstance(flags, list) or len(flags) != blocks or not all(type(flag) is bool for flag in flags):
+        raise metadata.error(RECURRENT_LAYERS, f"must be {blocks} flags, got {flags!s:.60}")
+    return flags
+
+
+def read_num_dense_layers(metadata: MetadataReader) -> int:
+    """First layers with an MLP instead of experts."""
+    if metadata.architecture != "lfm2moe":
+        return 0
+    count, num_layers = metadata.get_int(DENSE_LAYERS, 0, low=0), read_num_layers(metadata)
+    for layer, name in ((count - 1, "ffn_up"), (count, "ffn_gate_inp")):
+        tensor = f"blk.{layer}.{name}.weight"
+        if layer >= num_layers or (layer >= 0 and tensor not in metadata.tensors):
+            raise metadata.error(DENSE_LAYERS, f"is {count}, but tensor `{tensor}` is missing")
+    return count
+
+
+def state_options(metadata: MetadataReader) -> dict[str, Any]:
+    """Layer types and the shape of states, compared with the first layer that has one."""
+    flags = read_attention_layers(metadata)
+    if metadata.architecture in LFM2_ARCHITECTURES:
+        return _lfm2_options(metadata, flags)
+    return _delta_net_options(metadata, flags)
+
+
+def _lfm2_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]:
+    kernel_size = metadata.get_int("shortconv.l_cache")
+    if False in flags:
+        name = f"blk.{flags.index(False)}.shortconv.conv.weight"
+        metadata.check_dimension("shortconv.l_cache", name, 1, kernel_size)
+    options: dict[str, Any] = {
+        "layer_types": ["full_attention" if has_attention else "conv" for has_attention in flags],
+        "conv_L_cache": kernel_size,
+    }
+    if metadata.architecture == "lfm2":
+        return options | {"block_auto_adjust_ff_dim": False}
+    return options | {"num_dense_layers": read_num_dense_layers(metadata), "use_expert_bias": True}
+
+
+def _delta_net_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]:
+    _check_mrope_sections(metadata)
+    key_heads, value_heads = metadata.get_int("ssm.group_count"), metadata.get_int("ssm.time_step_rank")
+    key_dim, inner = metadata.get_int("ssm.state_size"), metadata.get_int("ssm.inner_size")
+    kernel_size = metadata.get_int("ssm.conv_kernel")
+    if inner % value_heads:
+        raise metadata.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank, {value_heads}")
+    if value_heads % key_heads:
+        raise metadata.error("ssm.time_step_rank", f"must be a multiple of ssm.group_count, {key_heads}")
+    if False in flags:
+        block = f"blk.{flags.index(False)}"
+        convolution = f"{block}.ssm_conv1d.weight"
+        metadata.check_dimension("ssm.time_step_rank", f"{block}.ssm_a", 0, value_heads, 1)
+        metadata.check_dimension("ssm.inner_size", f"{block}.ssm_out.weight", 1, inner)
+        metadata.check_dimension("ssm.group_count", convolution, 0, 2 * key_heads * key_dim + inner)
+        metadata.check_dimension("ssm.conv_kernel", convolution, 1, kernel_size)
+    return {
+        "hidden_act": "silu",
+        "layer_types": ["full_attention" if has_attention else "linear_attention" for has_attention in flags],
+        "linear_conv_kernel_dim": kernel_size,
+        "linear_key_head_dim": key_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": inner // value_heads,
+    }
+
+
+def _check_mrope_sections(metadata: MetadataReader) -> None:
+    """Sections have no effect on text, whose positions are equal on all axes."""
+    sections = metadata.get("rope.dimension_sections", 0)
+    values = sections if isinstance(sections, list) else [sections]
+    is_valid = all(type(size) is int and 0 <= size <= MAX_INT for size in values)
+    if not is_valid or len(values) > MAX_MROPE_SECTIONS:
+        reason = f"must be at most {MAX_MROPE_SECTIONS} whole numbers, got {sections!s:.60}"
+        raise metadata.error("rope.dimension_sections", reason)
