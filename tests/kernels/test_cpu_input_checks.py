@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, KVLayer
+from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
+from foreword.core.states import NO_ANCHOR, StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import FORMAT_IDS, ISAS, load_library, supported_isas
@@ -127,6 +128,84 @@ def test_adapter_slot_outside_of_the_table_is_refused(slot: int) -> None:
     with pytest.raises(ValueError, match="an adapter's slot"):
         ops.add_lora(y, torch.ones(5, 32), table, batch)
     assert bool((around == SENTINEL).all())
+
+
+STATE_SHAPE = StateShape(64, 4, key_heads=1, value_heads=2, key_dim=16, value_dim=16)
+NUM_STATES, NUM_ANCHORS = 3, 5
+
+
+def state_with_guards() -> tuple[StateLayer, list[Tensor]]:
+    shape = STATE_SHAPE
+    rows = NUM_STATES, shape.ring_size(1)
+    shapes = [(*rows, shape.channels), (NUM_ANCHORS, shape.kernel_size - 1, shape.channels)]
+    shapes += [(*rows, 1, 16), (*rows, 2, 16), (*rows, 2), (NUM_ANCHORS, 2, 16, 16)]
+    guards = [guarded(each) for each in shapes]
+    return StateLayer(shape, *(tensor for tensor, _ in guards)), [memory for _, memory in guards]
+
+
+def state_batch(**changes: object) -> Batch:
+    """Rows 62..65 of one request and rows 130..131 of another."""
+    chunks = [
+        Chunk([1] * 4, 62, [1] * 17, 0, state_slot=1, anchors=[NO_ANCHOR, 2]),
+        Chunk([1] * 2, 130, [1] * 33, 0, state_slot=2, anchors=[4]),
+    ]
+    return replace(build_batch(chunks, BLOCK_SIZE, 1, "cpu", with_states=True), **changes)  # type: ignore[arg-type]
+
+
+BAD_STATES: dict[str, dict[str, object]] = {
+    **{f"slot {value}": {"state_slots": torch.tensor([1, value])} for value in (NUM_STATES, *HUGE)},
+    **{
+        f"{name} anchor {value}": {"anchor_tables": torch.tensor(table)}
+        for value in (NUM_ANCHORS, -2, *HUGE[1:])
+        for name, table in (("written", [[-1, value], [4, -1]]), ("read", [[-1, 2], [value, -1]]))
+    },
+    "no anchor to read": {"anchor_tables": torch.tensor([[-1, 2], [-1, -1]])},
+    "a narrow table": {"anchor_tables": torch.tensor([[-1], [4]])},
+    "no slots": {"state_slots": None},
+    "no table": {"anchor_tables": None},
+    "a negative position": {"positions": torch.tensor([-1, 0, 1, 2, 130, 131])},
+    "a gap": {"positions": torch.tensor([62, 63, 65, 66, 130, 131])},
+    "a position twice": {"positions": torch.tensor([62, 63, 64, 65, 130, 130])},
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_state_outside_of_its_memory_is_refused(case: str) -> None:
+    ops, (state, around) = CpuOps(threads=2), state_with_guards()
+    x, weight, vector = torch.ones(6, 64), torch.ones(4, 64), torch.ones(2)
+    bad = state_batch(**BAD_STATES[case])
+    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+        ops.causal_conv(x, weight, None, "silu", state, bad)
+    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+        ops.gated_delta_rule(x, x[:, :2], x[:, :2], vector, vector, state, bad)
+    assert all(bool((memory == SENTINEL).all()) for memory in around)
+
+
+@pytest.mark.parametrize("starts", [(0, 4, 7), (-1, 4, 6), (0, 4, 3), (0, 8, 6)])
+def test_states_rows_of_requests_are_those_of_the_batch(starts: tuple[int, ...]) -> None:
+    ops, (state, around) = CpuOps(threads=1), state_with_guards()
+    with pytest.raises(ValueError, match="the rows of the requests"):
+        ops.causal_conv(
+            torch.ones(6, 64), torch.ones(4, 64), None, "none", state, state_batch(query_start_loc=starts)
+        )
+    assert all(bool((memory == SENTINEL).all()) for memory in around)
+
+
+def test_states_are_written_within_their_memory() -> None:
+    """Otherwise the refusals would prove little."""
+    ops, (state, around) = CpuOps(threads=2), state_with_guards()
+    x, batch = torch.ones(6, 64), state_batch()
+    sizes = [
+        tensor.numel()
+        for tensor in (state.inputs, state.tails, state.keys, state.updates, state.decays, state.matrices)
+    ]
+    ops.causal_conv(x, torch.ones(4, 64), None, "silu", state, batch)
+    ops.gated_delta_rule(x, x[:, :2], x[:, :2], torch.ones(2), torch.ones(2), state, batch)
+    for memory, size in zip(around, sizes, strict=True):
+        inner = memory[4096 : 4096 + size]
+        assert bool((inner != SENTINEL).any())
+        inner.fill_(SENTINEL)
+        assert bool((memory == SENTINEL).all())
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
         "gelu_tanh": lambda ops, x: ops.gated_act(x, "gelu_tanh"),
         "gpt_oss": lambda ops, x: ops.gated_act(x, "gpt_oss"),
         "scale_by_sigmoid": lambda ops, x: ops.scale_by_sigmoid(x[:, :width], x[:, width : width + 1]),
+        "gate": lambda ops, x: ops.gate(x[:, :width], x[:, width:], "silu"),
         "add": lambda ops, x: ops.add(x[:, :width], x[:, width:]),
         "softcap": lambda ops, x: ops.softcap(x.to(torch.float32), 3.0),
     }
