@@ -16,9 +16,15 @@ from gguf import GGMLQuantizationType
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.quantization import QUANT_BLOCKS
 from tests.support.budget import examples
-from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, write_checkpoint
+from tests.support.checkpoints import (
+    FAMILIES,
+    MOE_FAMILIES,
+    STATE_FAMILIES,
+    write_checkpoint,
+    write_related_drafter,
+)
 from tests.support.gguf_files import write_gguf
-from tests.support.lora_files import ATTENTION, LINEAR, write_adapter
+from tests.support.lora_files import ATTENTION, LINEAR, STATES, write_adapter
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
 
@@ -55,12 +61,17 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
 def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
     """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
     family, kind = chance.choice(list(FAMILIES)), chance.choice(("plain", "quantized", "gguf"))
+    if family in STATE_FAMILIES and kind == "gguf":
+        kind = "quantized"
     block = chance.choice(list(QUANT_BLOCKS))
     multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
     shape = random_shape(chance, family, multiple)
     seed = chance.randrange(1 << 20)
     model = write_checkpoint(path / "model", family, seed, **shape)
-    drafter = write_checkpoint(path / "drafter", family, seed, "bfloat16", **shape)
+    if family in STATE_FAMILIES:
+        drafter = write_related_drafter(path / "drafter", model)
+    else:
+        drafter = write_checkpoint(path / "drafter", family, seed, "bfloat16", **shape)
     options: dict[str, Any] = {"threads": chance.randint(1, 2), "cpu_isa": chance.choice(supported_isas())}
     if kind == "plain":
         return model, drafter, family, options | chance.choice(PRECISIONS)
@@ -75,7 +86,7 @@ def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, di
 
 def random_adapters(chance: random.Random, family: str, path: Path) -> dict[str, Any]:
     """Options of answers(): up to three adapters, and that of each request."""
-    modules = ATTENTION if family in MOE_FAMILIES else LINEAR
+    modules = (*ATTENTION, *STATES) if family in MOE_FAMILIES else LINEAR
     names = [
         write_adapter(
             path / f"adapter{number}",

@@ -13,17 +13,31 @@ import pytest
 from foreword import LLM, LoRARequest, RequestOutput, SamplingParams
 from foreword.errors import AdapterConflict, InvalidRequest, Unsupported
 from tests.support.budget import is_full
-from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, write_checkpoint
+from tests.support.checkpoints import (
+    FAMILIES,
+    MOE_FAMILIES,
+    STATE_FAMILIES,
+    write_checkpoint,
+    write_related_drafter,
+)
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
 from tests.support.images import png
-from tests.support.lora_files import ATTENTION, LINEAR, merge_adapter, write_adapter, write_gguf_adapter
+from tests.support.lora_files import (
+    ATTENTION,
+    LINEAR,
+    STATES,
+    merge_adapter,
+    write_adapter,
+    write_gguf_adapter,
+)
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 from tests.test_exact import BLOCKWISE, CROWDED, PARAMS, PLAIN, SETTINGS, acceptance
 from tests.test_exact import answers as exact_answers
 
 PROMPTS = ("the cat and the dog", "in the beginning", "a", "the end of another thing and the other")
-QUICK_FAMILIES = ("llama", "phi3", "gemma2", "qwen3", "mixtral", "gpt_oss")  # fused, tied, normed; experts
+# Fused, tied, normed; experts; layers with state
+QUICK_FAMILIES = ("llama", "phi3", "gemma2", "qwen3", "mixtral", "gpt_oss", "lfm2", "qwen3_next")
 OPTIONS = {"threads": 1, "max_model_len": 128, "kv_cache_memory": "4000tokens", "speculate": "off"}
 
 
@@ -38,8 +52,8 @@ def test_adapter_equals_merged_weights(family: str, tmp_path: Path) -> None:
         tmp_path / "adapter",
         base,
         strength=0.5,
-        modules=ATTENTION if family in MOE_FAMILIES else LINEAR,  # experts have no adapters
-        ranks={"o_proj": 7},
+        modules=(*ATTENTION, *STATES) if family in MOE_FAMILIES else LINEAR,  # experts have no adapters
+        ranks={"o_proj": 7, "in_proj_z": 2, "in_proj_ba": 1},
         alpha_pattern={"down_proj": 3.0, "v_proj": 9.0},
         use_rslora=family == "qwen3",
     )
@@ -101,6 +115,30 @@ def test_mixed_adapters_are_exact(
     assert crowded == plain
     if speculate == "suffix,draft":
         assert 0.0 < acceptance(llm) < 1.0
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES if is_full() else ("qwen3_next",))
+def test_mixed_adapters_are_exact_beside_states(family: str, tmp_path: Path) -> None:
+    """Adapters of the branches with state: a prefix of one adapter is not used by another."""
+    model = write_checkpoint(tmp_path / "model", family, seed=6)
+    drafter = write_related_drafter(tmp_path / "drafter", model)
+    shapes: dict[str, dict[str, Any]] = {
+        "small": {"rank": 3, "modules": STATES},
+        "large": {"rank": 16, "seed": 1, "modules": (*STATES, *ATTENTION)},
+        "attention": {"rank": 8, "seed": 2, "modules": ATTENTION},
+    }
+    adapters = {
+        name: write_adapter(tmp_path / name, model, strength=0.3, **options)
+        for name, options in shapes.items()
+    }
+    modules = ",".join(f"{name}={adapter}" for name, adapter in adapters.items())
+    lora: dict[str, Any] = {"lora_modules": modules, "lora_request": MIXED}
+    _, expected = exact_answers(model, drafter, None, PLAIN, **lora)
+    _, base = exact_answers(model, drafter, None, PLAIN, lora_modules=modules)
+    same = [index for index, answer in enumerate(base) if answer == expected[index]]
+    assert same == [index for index, name in enumerate(MIXED) if name is None]
+    _, crowded = exact_answers(model, drafter, None, CROWDED, **lora)
+    assert crowded == expected
 
 
 PRECISIONS: dict[str, dict[str, str]] = {

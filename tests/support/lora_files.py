@@ -18,7 +18,21 @@ from foreword.weights.gguf.gguf_weights import gguf_name
 from tests.support.checkpoints import write_json
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+# Branches with state: Gated DeltaNet, and short convolutions, whose out_proj is also that of LFM2's attention
+STATES = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj",
+    "out_proj",
+)
+LINEAR = (
+    *(*ATTENTION, *STATES, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
+    *("w1", "w2", "w3"),
+)
 
 
 def projections(checkpoint: Path, modules: Iterable[str]) -> dict[str, tuple[int, int]]:
