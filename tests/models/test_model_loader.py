@@ -13,7 +13,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.architectures import read_decoder
 from foreword.models.interfaces import Precision
-from foreword.models.model_loader import load_model, read_model_info
+from foreword.models.model_loader import check_weights, load_model, read_model_info
 from foreword.weights.config_reader import ConfigReader
 from tests.support.checkpoints import YARN, change_tensors, write_checkpoint, write_config
 from tests.support.forward_helpers import ForwardHelper
@@ -147,6 +147,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_parameters": ...}, "rope_scaling"),
     ("granitemoe", {"num_local_experts": 8.0}, "num_local_experts"),
     *((family, {"sliding_window": 0}, "layer_types") for family in ("olmo3", "exaone4", "gemma3_text")),
+    ("lfm2", {"conv_L_cache": 1}, "conv_L_cache"),
+    ("lfm2", {"conv_L_cache": 17}, "conv_L_cache"),
+    ("lfm2", {"conv_bias": 1}, "conv_bias"),
+    ("lfm2", {"layer_types": ["conv", "conv", "conv"]}, "layer_types"),
+    ("lfm2", {"layer_types": ["conv", "linear_attention", "full_attention"]}, "layer_types"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer_types"),
+    ("lfm2", {"layer_types": ..., "full_attn_idxs": []}, "layer_types"),
+    ("lfm2", {"layer_types": ..., "full_attn_idxs": [True]}, "full_attn_idxs"),
+    ("lfm2", {"conv_dim": 32}, "conv_dim"),
+    ("lfm2", {"use_pos_enc": False}, "use_pos_enc"),
+    ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "block_ffn_dim_multiplier"),
+    ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers"),
+    ("lfm2_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
+    ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_value_heads"),
+    ("qwen3_5_text", {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+    ("qwen3_5_text", {"linear_key_head_dim": 24}, "linear_key_head_dim"),
+    ("qwen3_5_text", {"linear_value_head_dim": 40}, "linear_value_head_dim"),
+    ("qwen3_5_text", {"linear_num_value_heads": 2**20}, "linear_num_value_heads"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+    ("qwen3_5_text", {"layer_types": ["conv", "full_attention", "conv"]}, "layer_types"),
+    ("qwen3_5_text", {"layer_types": ..., "full_attention_interval": 4}, "layer_types"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act"),
+    ("qwen3_5_text", {"num_experts": 8}, "num_experts"),
+    ("qwen3_5_text", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen3_next", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
+    ("qwen3_5_moe_text", {"linear_attention_bias": True}, "linear_attention_bias"),
 ]
 
 
@@ -155,6 +184,31 @@ def test_unsupported_options_are_named(family: str, overrides: dict[str, Any], n
     write_config(tmp_path, family, **overrides)
     with pytest.raises(CheckpointError, match=f"`{name}`"):
         read_model_info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(
+            ("qwen3_5_text", f"linear_attn.{name}")
+            for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        ),
+        *(("qwen3_5_text", f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "a", "b")),
+        *(("qwen3_next", f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba")),
+        *(("lfm2", f"conv.{name}.weight") for name in ("conv", "in_proj", "out_proj")),
+        ("lfm2_moe", "conv.conv.weight"),
+    ],
+)
+def test_missing_and_wrong_tensors_of_states_are_named(family: str, name: str, tmp_path: Path):
+    path, full_name = write_checkpoint(tmp_path, family), f"model.layers.0.{name}"
+    change_tensors(path, **{full_name: lambda value: torch.cat((value, value))})
+    for open_ in (check_weights, load):
+        with pytest.raises(CheckpointError, match=rf"`{re.escape(full_name)}` is \[.*\], the config says"):
+            open_(path)
+    change_tensors(path, **{full_name: None})
+    for open_ in (check_weights, load):
+        with pytest.raises(CheckpointError, match=rf"`{re.escape(full_name)}` \[.*\] is missing"):
+            open_(path)
 
 
 def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):

@@ -25,7 +25,15 @@ from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.file_to_device import DeviceLoader
 from foreword.weights.quantized.quantization_config import read_quantization
 from foreword.weights.quantized.quantized_weights import QuantizedWeights
-from tests.support.checkpoints import VOCAB_SIZE, change_config, change_tensors, write_checkpoint
+from tests.support.budget import is_full
+from tests.support.checkpoints import (
+    FAMILIES,
+    MOE_FAMILIES,
+    VOCAB_SIZE,
+    change_config,
+    change_tensors,
+    write_checkpoint,
+)
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.quantized_checkpoints import FORMATS, compressed, write_quantized
@@ -115,6 +123,56 @@ def test_logits_equal_the_dequantized_checkpoint_in_transformers(
         expected = peer(torch.tensor([prompt])).logits[0]
     actual = ForwardHelper(tmp_path / "model").logits(prompt)
     assert (actual - expected).abs().max() < 1e-4
+
+
+# Projections of branches with state; those of few rows are usually not quantized
+STATE_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "w1", "w2", "w3")
+FEW_ROWS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+EXCLUDING: dict[str, dict[str, Any]] = {
+    "awq": {"modules_to_not_convert": [*FEW_ROWS, "shared_expert_gate"]},
+    **{kind: {"dynamic": {r"-:.*in_proj_(a|b|ba)$": {}}} for kind in ("gptq", "gptq-act-order")},
+    "pack-quantized": {"ignore": ["lm_head", r"re:.*in_proj_(a|b|ba)$"]},
+    "fp8-block": {"modules_to_not_convert": ["lm_head", *FEW_ROWS]},
+}
+
+
+STATE_CASES = [  # family, format, whether matrices of few rows are floats
+    ("qwen3_5_text", "awq", True),
+    ("qwen3_5_text", "fp8-block", True),
+    ("qwen3_next", "fp8-block", False),
+    ("lfm2", "awq", False),
+    *(("qwen3_5_text", kind, True) for kind in ("gptq-act-order", "pack-quantized")),
+    *(("qwen3_5_text", kind, False) for kind in ("pack-quantized", "float-quantized-channel")),
+    *itertools.product(("qwen3_next",), ("gptq", "pack-quantized"), (True, False)),
+    ("qwen3_5_moe_text", "fp8-block", True),
+    ("lfm2_moe", "pack-quantized", False),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "is_excluding"), STATE_CASES if is_full() else STATE_CASES[:4])
+def test_families_with_states_equal_their_dequantized_checkpoint(
+    family: str, kind: str, is_excluding: bool, tmp_path: Path
+) -> None:
+    """Rows of fused projections and of q with its gate are reordered with their scales."""
+    inner = {"moe_intermediate_size": 64} if family in MOE_FAMILIES else {}
+    if "shared_expert_intermediate_size" in FAMILIES[family]:
+        inner["shared_expert_intermediate_size"] = 96
+    source = write_checkpoint(tmp_path / "source", family, seed=1, **inner)
+    projections = STATE_PROJECTIONS if is_excluding else (*STATE_PROJECTIONS, *FEW_ROWS)
+    names = [name for name in load_file(source / "model.safetensors") if name.endswith(".weight")]
+    extra = tuple(name for name in names if name.split(".")[-2] in projections)
+    assert extra
+    write_quantized(source, tmp_path / "model", kind, plain=tmp_path / "plain", extra=extra)
+    if is_excluding:
+        config = read_json(tmp_path / "model" / "config.json")["quantization_config"]
+        change_config(tmp_path / "model", quantization_config=config | EXCLUDING[kind])
+    prompt = torch.randint(0, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = ForwardHelper(tmp_path / "plain").logits(prompt)
+    actual = ForwardHelper(tmp_path / "model").logits(prompt)
+    assert (actual - expected).abs().max() < 1e-4
+    assert read_model_info(tmp_path / "model").parameters == read_model_info(source).parameters
+    native = ForwardHelper(tmp_path / "model", ops=CpuOps(FORCED_ISA, threads=1)).logits(prompt)
+    assert (native - expected).std() < 0.2 * expected.std()
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "gptq-8-bit", "int-quantized", "fp8-block"])
