@@ -59,11 +59,12 @@ CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
 )
 
 
-# model_type of families that have layers with state
+# model_type and GGUF architecture of families that have layers with state
 TYPES_WITH_STATES = frozenset(
     {
         *("lfm2", "lfm2_moe", "qwen3_next"),
         *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("lfm2moe", "qwen35", "qwen35moe", "qwen3next"),
     }
 )
 

@@ -34,7 +34,8 @@ from foreword.errors import (
     Overloaded,
     RequestFailed,
 )
-from tests.support.checkpoints import write_checkpoint
+from tests.support.budget import is_full
+from tests.support.checkpoints import STATE_FAMILIES, write_checkpoint
 from tests.support.client_answers import (
     Answer,
     Killer,
@@ -47,6 +48,7 @@ from tests.support.client_answers import (
     pid_of,
     process_of,
 )
+from tests.support.engines import make_request
 from tests.support.waiting import WAIT_S, stop_process, wait_until_async
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -89,6 +91,32 @@ async def test_answers_survive_killed_engines(
     assert await collect_answers(client, kind_requests(f"kills {every}"), killer) == undisturbed
     assert len(killer.killed) == len(reasons) == client.readiness.restarts - before == times
     assert caplog.text.count("signal 9") == times
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES if is_full() else ("qwen3_5_text",))
+async def test_layers_with_state_survive_killed_engines(
+    fork_server: ForkServer, tmp_path: Path, family: str
+) -> None:
+    """Prompts and answers longer than a segment, some with a common start."""
+    client = make_client(write_checkpoint(tmp_path / "model", family, seed=6), fork_server, max_num_seqs=3)
+    await client.start()
+
+    async def answers(prefix: str, seen: Killer | None = None) -> dict[str, tuple[list[int], list[int]]]:
+        texts = {f"{prefix}-{n}": [*range(40, 140), *range(7 + n % 2, 60 + n)] for n in range(4)}
+        asked = [
+            make_request(name, text, seed=n, max_tokens=70, temperature=n % 2)
+            for n, (name, text) in enumerate(texts.items())
+        ]
+        collected = await collect_answers(client, asked, seen)
+        return {name: (answer.token_ids, answer.hashes) for name, answer in collected.items()}
+
+    try:
+        killer = Killer(client, 20, 2)
+        expected = await answers("undisturbed")
+        assert await answers("kills", killer) == expected and len(killer.killed) == 2
+        assert all(len(hashes) == 70 for _, hashes in expected.values())
+    finally:
+        await client.close()
 
 
 async def test_abort_frees_everything(client: EngineRouter) -> None:
