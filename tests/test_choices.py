@@ -115,7 +115,9 @@ def config(path: Path, **options: Any) -> Config:
 
 
 @pytest.mark.parametrize("speculate", ["suffix", "off"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llava_next", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "llava_next", "qwen2_5_vl"]
+)
 async def test_each_choice_is_the_request_with_its_seed(tmp_path: Path, family: str, speculate: str) -> None:
     is_vision = family in VISION_FAMILIES
     path = (write_vision_checkpoint if is_vision else write_checkpoint)(tmp_path / "model", family, seed=5)

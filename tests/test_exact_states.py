@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def random_wave(chance: random.Random, wave: int, known: Sequence[Sequence[int]]
             requests.append(Request(name, tuple(prompt), SamplingParams(), 0, (EOS,), pooling=pooling))
             continue
         options = {"max_tokens": chance.choice((1, 5, 70, 100)), **chance.choice(PARAMS)}
-        requests.append(make_request(name, prompt, chance.randrange(99), **options))
+        request = make_request(name, prompt, chance.randrange(99), **options)
+        places = {"priority": chance.choice((0, 0, 1)), "cache_salt": chance.choice(("", "", "salt"))}
+        requests.append(replace(request, **places))
     return requests
 
 

@@ -22,7 +22,7 @@ from foreword import LLM, RequestOutput, SamplingParams, Speculation
 from foreword.config.drafters import DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.support.budget import is_full
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_related_drafter
 from tests.support.feature_matrix import (
     CALLS,
     CHAT_ARGUMENTS,
@@ -147,6 +147,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 @pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """A model with states with a draft model of another family."""
+    path = tmp_path_factory.mktemp("stateful")
+    write_related_drafter(path / "drafter", write_checkpoint(path / "model", "qwen3_5_text", seed=6))
+    made = engines_of(path, prompts(), FEATURES, max_model_len=MAX_MODEL_LEN, kv_cache_memory="240tokens")
+    yield made
+    made.crowded.check()
+
+
+@pytest.fixture(scope="module")
 def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """A multimodal model with a multimodal draft model."""
     path = tmp_path_factory.mktemp("multimodal")
@@ -213,6 +223,12 @@ def recorded(outputs: Iterable[RequestOutput]) -> Iterator[str]:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_is_exact_with_every_drafter(engines: Engines, feature: str) -> None:
     engines.check(FEATURES[feature])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature_is_exact_with_states(stateful: Engines, feature: str) -> None:
+    stateful.check(FEATURES[feature])
 
 
 @pytest.mark.parametrize("feature", IMAGES)
