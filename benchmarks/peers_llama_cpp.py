@@ -11,17 +11,34 @@ import llama_cpp
 import numpy as np
 from peers_worker import serve
 
-KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
-FLASH_ATTENTION = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+KV_TYPES = {
+    "f32": llama_cpp.GGML_TYPE_F32,
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+}
+FLASH_ATTENTION = {
+    True: llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    False: llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
 
 
 class LlamaCpp:
     """One model, one context of up to 16 sequences."""
 
     def load(
-        self, path: str, threads: int, context: int, streams: int, kv_type: str = "f16", keep: bool = False
+        self,
+        path: str,
+        threads: int,
+        context: int,
+        streams: int,
+        kv_type: str = "f16",
+        keep: bool = False,
+        flash: bool = True,
     ) -> dict[str, Any]:
-        """`keep` leaves each prompt's KV in a sequence of its own, so that it is computed once."""
+        """`keep` leaves each prompt's KV in a sequence of its own, so that it is computed once.
+
+        Flash attention rounds some values to float16, whatever the KV.
+        """
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
@@ -31,7 +48,7 @@ class LlamaCpp:
         options.n_batch = context
         options.n_threads = options.n_threads_batch = threads
         options.type_k = options.type_v = KV_TYPES[kv_type]
-        options.flash_attn_type = FLASH_ATTENTION
+        options.flash_attn_type = FLASH_ATTENTION[flash]
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
