@@ -181,6 +181,20 @@ def test_steps_repeated_in_parts_are_exact(pair: tuple[Path, Path], chunk: int) 
     assert len(faults.steps) > 30
 
 
+def test_a_failure_beside_an_embedding_fails_its_request_only(pair: tuple[Path, Path]) -> None:
+    """The check after a failure comes before the pass of the embedding, which has its next anchor."""
+    prompt = tuple(range(30, 230))
+    embedding = Request("last", prompt, SamplingParams(), 0, (EOS,), pooling="last")
+    options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "speculate": "off"}
+    expected = answer_of(run(load_engine(pair[0], **options), [embedding])["last"])
+    engine = load_engine(pair[0], **options)
+    requests = [make_request(f"fails{i}", (5, 6, 7 + i), max_tokens=60) for i in range(5)]
+    FaultInjector(engine, *(Fault("commit", request=request.id, call=7) for request in requests))
+    events = run(engine, [*requests, embedding], apart=1)
+    assert answer_of(events.pop("last")) == expected
+    assert all(isinstance(each[-1], ErrorEvent) for each in events.values())
+
+
 def test_anchors_of_a_failed_request_are_not_found(pair: tuple[Path, Path]) -> None:
     """Its state may be wrong: the same prompt is computed again."""
     engine = load_engine(pair[0], max_model_len=MAX_MODEL_LEN, kv_cache_memory="3000tokens")

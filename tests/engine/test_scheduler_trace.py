@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,19 @@ def test_engine_trace_is_replayed(tmp_path: Path) -> None:
     schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
     assert len(schedules) == llm.stats.step
     assert any(work[-1] for schedule in schedules for work in schedule["work"])
+
+
+def test_engine_trace_with_states_is_replayed(tmp_path: Path) -> None:
+    """Prompts end at anchors, and later requests find them: the replay makes the same schedules."""
+    model = write_checkpoint(tmp_path / "model", "lfm2", seed=6)
+    options: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 100, "speculate": "ngram"}
+    llm = LLM(str(model), trace=str(tmp_path / "trace"), threads=1, draft_length="fixed", **options)
+    prompts = [{"prompt_token_ids": [*range(40, 200), *range(3 + i, 90)]} for i in range(3)]
+    llm.generate(prompts * 2, SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
+    schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
+    assert len(schedules) == llm.stats.step
+    starts = [work[1] for schedule in schedules for work in schedule["work"]]
+    assert starts.count(0) < len(prompts * 2), "no prompt was found in the prefix cache"
 
 
 def test_draft_decisions_are_traced(tmp_path: Path) -> None:
