@@ -101,8 +101,8 @@ STATE_MODELS: Mapping[str, StateModelShape] = {
     "qwen3.5-0.8b": StateModelShape(
         "qwen35", 24, 1024, 0, 0, 3584, 8, 2, 256, 248320, 262144, 1e7, "q4_k_m.gguf", is_tied=True
     ),
-    "qwen3.6-35b-a3b": StateModelShape(  # 10 of 40 layers
-        "qwen35moe", 12, 2048, 256, 8, 512, 16, 2, 256, 62080, 262144, 1e7, "q4_k_m.gguf", value_heads=32
+    "qwen3.6-35b-a3b": StateModelShape(  # 12 of 40 layers
+        "qwen35moe", 12, 2048, 256, 8, 512, 16, 2, 256, 74496, 262144, 1e7, "q4_k_m.gguf", value_heads=32
     ),
     "tiny-states": StateModelShape(
         "qwen35", 4, 256, 0, 0, 512, 4, 2, 64, 1024, 4096, 1e7, "q4_k_m.gguf", is_tied=True
