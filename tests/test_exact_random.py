@@ -17,6 +17,7 @@ from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.quantization import QUANT_BLOCKS
 from tests.support.budget import examples
 from tests.support.checkpoints import (
+    DELTA_NET_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,
     STATE_FAMILIES,
@@ -48,6 +49,10 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
         "head_dim": 16,
         "num_attention_heads": 16 if multiple > 64 else chance.choice((2, 4, 6)),
     }
+    if family in DELTA_NET_FAMILIES:
+        shape["linear_value_head_dim"] = max(32, multiple // 4)  # there are four heads
+    if family == "lfm2":
+        shape["block_multiple_of"] = multiple
     if family in MOE_FAMILIES:
         known = FAMILIES[family]
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
@@ -61,8 +66,6 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
 def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
     """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
     family, kind = chance.choice(list(FAMILIES)), chance.choice(("plain", "quantized", "gguf"))
-    if family in STATE_FAMILIES and kind == "gguf":
-        kind = "quantized"
     block = chance.choice(list(QUANT_BLOCKS))
     multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
     shape = random_shape(chance, family, multiple)

@@ -221,6 +221,21 @@ def test_gguf_adapter_is_that_of_its_directory(base: tuple[Path, Shapes], tmp_pa
         assert (ours.a - expected[name].a).abs().max() <= expected[name].a.abs().max() / 127
 
 
+def test_gguf_adapter_on_reordered_value_heads_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "qwen3_5_text")
+    shapes = load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64).lora.shapes
+    for modules, is_refused in ((("q_proj", "o_proj"), False), (("out_proj",), True)):
+        adapter = write_adapter(tmp_path / "a", path, modules=modules)
+        file = write_gguf_adapter(tmp_path / "a.gguf", adapter, "qwen35")
+        if is_refused:
+            with pytest.raises(
+                CheckpointError, match=r"`blk\.0\.ssm_out\.weight` cannot be adapted from a GGUF"
+            ):
+                read(file, shapes)
+        else:
+            assert len(read(file, shapes).weights) == len(modules)
+
+
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [

@@ -269,10 +269,11 @@ def test_only_the_last_program_writes_the_result(rows: int) -> None:
     assert all(writes.each_written_once(result) for result in results)
 
 
-def test_inputs_are_gathered_into_the_order_of_columns() -> None:
-    """GPTQ with desc_act."""
+@pytest.mark.parametrize("kind", ["grouped4_32", "q8_0", "q4_k"])
+def test_inputs_are_gathered_into_the_order_of_columns(kind: str) -> None:
+    """GPTQ with desc_act, and value heads in GGUF files of Qwen3.5; Q4_K becomes dense."""
     order = torch.randperm(256, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    matrix = replace(matrix_of("grouped4_32", 40, 256), input_order=order)
+    matrix = replace(matrix_of(kind, 40, 256), input_order=order)
     x = normal(3, 256)
     mine, expected = (
         ops.linear_gated_act(x, ops.pack_linear([matrix], "float32"), "silu")
