@@ -19,7 +19,7 @@ ALLOWED = {
     "kernels": {"core", "errors", "utils"},
     "kv_cache": {"core", "errors", "utils"},
     "layers": {"core", "kernels"},
-    "weights": {"errors", "kernels", "layers", "planning", "utils", "workers"},
+    "weights": {"core.states", "errors", "kernels", "layers", "planning", "utils", "workers"},
     "models": {"core", "errors", "kernels", "layers", "planning", "weights"},
     "lora": {"config", "core", "errors", "kernels", "layers", "weights"},
     "cuda_graphs": {"core", "errors", "kernels"},
