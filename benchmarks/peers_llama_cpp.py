@@ -97,7 +97,8 @@ class LlamaCpp:
                 for row in range(count):
                     self._argmax(row)
                 seconds[count].append(time.perf_counter() - started)
-                llama_cpp.llama_memory_seq_rm(self.memory, 0, context, -1)
+                if not llama_cpp.llama_memory_seq_rm(self.memory, 0, context, -1):
+                    context += count  # a recurrent state takes nothing back: the context grows
         return {
             "seconds": {str(count): statistics.median(spans) for count, spans in seconds.items()},
             "rows": {str(count): [count] for count in counts},  # as given to llama_decode
