@@ -19,13 +19,14 @@ from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.experts import TritonExperts
 from foreword.kernels.triton.precompile import precompile
 from foreword.kernels.triton.sampling import TritonSampling
+from foreword.kernels.triton.states import TritonStates
 
 logger = logging.getLogger(__name__)
 
 UNQUANTIZED_FORMATS = ("float32", "bfloat16", "float16")
 
 
-class TritonOps(TritonExperts, TritonAttention, TritonSampling, ReferenceOps):
+class TritonOps(TritonExperts, TritonStates, TritonAttention, TritonSampling, ReferenceOps):
     """Inherits the reference's operations that round at most once or never run within a step."""
 
     name = "triton"
@@ -53,6 +54,9 @@ class TritonOps(TritonExperts, TritonAttention, TritonSampling, ReferenceOps):
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return elementwise.scale_by_sigmoid(x, gate)
+
+    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        return elementwise.gate(x, gate, activation)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return elementwise.softcap(x, cap)

@@ -37,7 +37,7 @@ def activate_gate(gate, up, NAME: tl.constexpr):
         # NaN stays: min and max would return the limit.
         gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
         up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up))
-        return gate * _sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
+        return gate * sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
     else:
         return _activate(gate, NAME) * up
 
@@ -46,17 +46,17 @@ def activate_gate(gate, up, NAME: tl.constexpr):
 def _activate(x, NAME: tl.constexpr):
     """float32 -> float32; NAME is "silu", "gelu" (by the error function) or "gelu_tanh"."""
     if NAME == "silu":
-        return x * _sigmoid(x)
+        return x * sigmoid(x)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     else:
         tl.static_assert(NAME == "gelu_tanh")
         # (1 + tanh z) / 2 is the sigmoid of 2z.
-        return x * _sigmoid((x + 0.044715 * x * x * x) * TWICE_SQRT_2_OVER_PI)
+        return x * sigmoid((x + 0.044715 * x * x * x) * TWICE_SQRT_2_OVER_PI)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """Sigmoid without overflow on either side."""
     decay = tl.exp(-tl.abs(x))
     return tl.where(x < 0, decay, 1.0) / (1.0 + decay)
@@ -81,8 +81,24 @@ def _scale_by_sigmoid_kernel(x, gate, out, WIDTH: tl.constexpr, BLOCK: tl.conste
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    result = values * _sigmoid(tl.load(gate + row).to(tl.float32))
+    result = values * sigmoid(tl.load(gate + row).to(tl.float32))
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_kernel(
+    x, gate, out, x_stride, gate_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    factor = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "sigmoid":
+        factor = sigmoid(factor)
+    elif ACTIVATION != "none":
+        factor = _activate(factor, ACTIVATION)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (values * factor).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -126,6 +142,18 @@ def scale_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
         grid = num_rows, triton.cdiv(width, BLOCK)
         operands = x, gate.contiguous(), out
         _scale_by_sigmoid_kernel[grid](*operands, WIDTH=width, BLOCK=BLOCK, enable_fp_fusion=False)
+    return out
+
+
+def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """Ops.gate"""
+    assert x.shape == gate.shape and x.stride(1) == gate.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows, width = x.shape
+    if num_rows:
+        operands = x, gate, out, x.stride(0), gate.stride(0)
+        options = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": BLOCK, "enable_fp_fusion": False}
+        _gate_kernel[num_rows, triton.cdiv(width, BLOCK)](*operands, **options)
     return out
 
 

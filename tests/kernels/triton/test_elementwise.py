@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise
-from foreword.kernels.triton.elementwise import gated_act, rms_norm, scale_by_sigmoid, softcap
+from foreword.kernels.triton.elementwise import gate, gated_act, rms_norm, scale_by_sigmoid, softcap
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, argument_types, compile_all
@@ -44,6 +44,20 @@ def test_scale_by_sigmoid_matches_reference(width: int, dtype: torch.dtype) -> N
     torch.testing.assert_close(scale_by_sigmoid(x, gate), expected, atol=rounding, rtol=rounding)
     assert torch.equal(scale_by_sigmoid(x[2:3], gate[2:3]), scale_by_sigmoid(x, gate)[2:3])
     assert scale_by_sigmoid(x[:0], gate[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_matches_reference(activation: str, dtype: torch.dtype) -> None:
+    """Of slices of wider rows."""
+    rounding = 1e-6 if dtype == torch.float32 else 2**-7
+    wide = (torch.randn(5, 3000) * 3).to(dtype)
+    operands = wide[:, :1030], wide[:, 1500:2530]
+    result = gate(*operands, activation)
+    expected = ReferenceOps().gate(*operands, activation)
+    torch.testing.assert_close(result, expected, atol=rounding, rtol=rounding)
+    assert torch.equal(gate(*(part[2:3] for part in operands), activation), result[2:3])
+    assert gate(*(part[:0] for part in operands), activation).shape == (0, 1030)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0, 1e30])
