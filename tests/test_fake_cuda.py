@@ -17,6 +17,7 @@ from foreword.core.images import expand_placeholders
 from foreword.core.outputs import Event
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
+from foreword.core.states import SEGMENT
 from foreword.core.structured_output import StructuredOutput
 from foreword.cuda_graphs.capture import CudaGraphPool
 from foreword.engine import loader, memory_profiler
@@ -299,6 +300,25 @@ def test_triton_formats_without_cpu_support(model: Path, options: dict[str, Any]
             make_engine(model, "cuda", enforce_eager=True, **options), requests((1,), 3, pools=False)
         )
     assert gpu.refused == [] and tokens["1"][-1] == ("end", "length", None)
+
+
+def test_triton_with_states(tmp_path: Path) -> None:
+    """Suffix drafts before and after the end of a segment change no token."""
+    layers = ["linear_attention", "full_attention"]
+    shape = SMALL | {"num_hidden_layers": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    model = write_checkpoint(tmp_path, "qwen3_5_text", seed=5, layer_types=layers, **shape)
+    prompt = (*PROMPT * (SEGMENT // len(PROMPT)),)[3:]
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options = {
+        "max_model_len": 80,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 16,
+        "speculate": "suffix",
+        "draft_length": "fixed",
+        "num_speculative_tokens": 3,
+    }
+    engine = check_equal(TritonOps, model, HOPPER, [Request("0", prompt, sampling, 0, (EOS,))], **options)
+    assert engine.info.backend == "triton" and engine.info.num_cuda_graphs == 0
 
 
 def count_steps(engine: Engine, gpu: FakeCuda, submitted: Sequence[Request]) -> list[Counter[str]]:

@@ -4,8 +4,9 @@ Sums over the channels of a key, and over the places of a segment, add one produ
 rows and columns of a tile at once. So no bit depends on the size of tiles, and a row computes the same
 whether its segment came in one step or in several.
 
-A step overwrites no place of a ring that it reads (StateCache.limit_rows), so programs that read a ring and
-programs that write it may run at once. Updates are read after they are written, by the same program.
+No row writes a place of a ring that another row of the step reads (StateCache.limit_rows), so programs that
+read a ring and programs that write it may run at once. Only the last rows of a step that is longer than the
+ring go there. Updates of the step are read after they are written, by the same program.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class TritonStates:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if not len(x):
             return out
-        check_ring(batch, state.inputs.shape[1])
         pdl = launches_dependents(x.device)
         conv_kernel[len(x), triton.cdiv(channels, CONV_BLOCK)](
             *(x, weight, bias, out, state.inputs, state.tails),
@@ -82,7 +82,6 @@ class TritonStates:
         out = torch.empty(num_rows, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=device)
         if not num_rows:
             return out
-        check_ring(batch, state.keys.shape[1])
         requests, segments = batch.anchor_tables.shape
         pdl = launches_dependents(device)
         rows_per_request = max((end - start for start, end in pairwise(batch.query_start_loc)), default=1)
@@ -139,13 +138,6 @@ def request_arguments(batch: Batch) -> tuple[Any, ...]:
     return batch.request_index, batch.positions, batch.state_slots, num_rows, len(batch.state_slots), top_step
 
 
-def check_ring(batch: Batch, ring: int) -> None:
-    """A step that begins within a segment keeps all rows since its anchor."""
-    for (start, end), seq_len in zip(pairwise(batch.query_start_loc), batch.seq_lens, strict=False):
-        first = seq_len - (end - start)
-        assert first % states.SEGMENT == 0 or first % states.SEGMENT + end - start <= ring, "ring too small"
-
-
 @triton.jit
 def rows_of(request_index, request, num_rows, top_step):
     """int64 first row, and row after the last; request_index ascends, top_step is a power of two."""
@@ -177,7 +169,7 @@ def _input_before(
     end = tl.where(offset <= near, CHANNELS, 0)
     value = tl.load(x + (row - offset) * x_stride + channel, mask=channel < end, other=0.0)
     is_old = offset > near
-    is_tail = is_old & (source < segment_start) & (source >= 0)
+    is_tail = is_old & (source < segment_start) & (source >= 0) & (anchor != NO_ANCHOR)
     place = (slot * RING + source % RING) * CHANNELS
     end = tl.where(is_old & (source >= segment_start), CHANNELS, 0)
     value = tl.where(channel < end, tl.load(inputs + place + channel, mask=channel < end, other=0.0), value)
@@ -420,6 +412,8 @@ def delta_kernel(
         matrix = matrices + place
         if anchor == NO_ANCHOR:
             matrix = unanchored + place
+        # Dummy rows may begin without an anchor.
+        has_matrix = (segment_start > 0) & ((anchor != NO_ANCHOR) | (begin > start))
         for tile in range(begin, stop, ROWS):
             row = tile + tl.arange(0, ROWS)
             used = row < stop
@@ -428,7 +422,7 @@ def delta_kernel(
             of_k = tl.zeros([ROWS, BLOCK], tl.float32)
             of_q = tl.zeros([ROWS, BLOCK], tl.float32)
             decay = tl.load(decays + outputs, mask=used, other=0.0)
-            if segment_start > 0:
+            if has_matrix:
                 for at in range(KEY_DIM):
                     values = tl.load(matrix + at * VALUE_DIM + column)[None, :]
                     k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
@@ -437,7 +431,7 @@ def delta_kernel(
                 of_k *= tl.exp(decay)[:, None]
                 of_q *= tl.exp(decay)[:, None]
             tile_place = first + tile - start - segment_start
-            ages = tile_place + tl.arange(0, ROWS)
+            ages = tl.where(used, tile_place + tl.arange(0, ROWS), -1)
             key_dot, query_dot = key_dots + vectors * SEGMENT, query_dots + vectors * SEGMENT
             for j in range(tile_place):
                 ring_place = slot * RING + (segment_start + j) % RING
@@ -471,7 +465,7 @@ def delta_kernel(
                 if next_anchor == NO_ANCHOR:
                     target = unanchored + place
                 _advance(
-                    matrix, target, segment_start > 0, keys, ring_keys, updates, decays, ring_decays, slot,
+                    matrix, target, has_matrix, keys, ring_keys, updates, decays, ring_decays, slot,
                     new_row, first, segment_start, head, column,
                     KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, RING, KEY_BLOCK,
                 )  # fmt: skip
