@@ -104,7 +104,7 @@ def random_options(chance: random.Random, drafter: Path) -> dict[str, Any]:
     return {
         "speculate": method,
         "draft_model": str(drafter) if "draft" in method else None,
-        "num_speculative_tokens": chance.choice((1, 4, 16)),
+        "num_speculative_tokens": chance.choice((1, 4, 16, 64)),
         "max_num_seqs": chance.choice((2, 6)),
         "max_num_batched_tokens": chance.choice((24, 100, 400)),
         "kv_cache_memory": chance.choice(("700tokens", "4000tokens")),

@@ -353,6 +353,8 @@ class Scheduler:
         for request in requests:
             state, num_tokens = request.state, len(request.state.tokens)
             num_draft = min(len(state.draft), budget) if request.is_sampled else 0
+            if num_draft and self.state_cache is not None:
+                num_draft = self.state_cache.limit_draft(state, num_draft)
             if num_draft:
                 missing = self.block_manager.blocks_needed(state, num_tokens + num_draft)
                 if missing > 0 and (self.waiting or missing > self.pool.num_free):

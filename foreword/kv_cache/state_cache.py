@@ -69,6 +69,10 @@ class StateCache:
             end = end // SEGMENT * SEGMENT
         return end - start
 
+    def limit_draft(self, state: RequestState, num_draft: int) -> int:
+        """Draft tokens whose rows cross one anchor: wherever they are rejected, the next row has one."""
+        return min(num_draft, (state.num_computed // SEGMENT + 2) * SEGMENT - 1 - len(state.tokens))
+
     def allocate(self, state: RequestState, end: int) -> None:
         """Give a request the anchors of a step up to token `end`: always the last one, others to be kept."""
         first, last = state.num_computed // SEGMENT, end // SEGMENT

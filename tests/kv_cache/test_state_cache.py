@@ -1,5 +1,6 @@
 """States of running requests, and anchors that later requests find."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +145,20 @@ def test_anchors_leave_with_their_blocks():
     assert scheduler.state_cache is not None
     anchors = scheduler.state_cache.pool.digests
     assert anchors and all(digest in scheduler.pool for digest in anchors)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 40, 62, 64])
+@pytest.mark.parametrize("start", [61, 62, 63, 64, 127])
+def test_longest_drafts_may_be_rejected_anywhere(start: int, accepted: int, monkeypatch: pytest.MonkeyPatch):
+    """With 64 tokens a step could pass two anchors, and a request has room for one."""
+    monkeypatch.setattr(sys.modules[__name__], "MAX_ROWS", 65)
+    scheduler = make_scheduler()
+    state = make_request(0, list(range(start)))
+    scheduler.add(state)
+    step(scheduler)
+    for _ in range(3):
+        state.set_draft([5] * 64, "test")
+        step(scheduler, accepted, 5)
 
 
 def test_a_failed_request_leaves_no_anchor():
