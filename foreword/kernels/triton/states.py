@@ -43,17 +43,16 @@ class TritonStates:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, state: StateLayer, batch: Batch
     ) -> Tensor:
         """See Ops.causal_conv."""
-        size, channels = weight.shape
-        assert batch.anchor_tables is not None
+        (size, channels), anchor_tables = weight.shape, batch.anchor_tables
         assert activation in ("none", "silu") and x.dtype == state.inputs.dtype and x.stride(1) == 1
-        assert x.shape[1] == channels == state.shape.channels and size == state.shape.kernel_size
+        assert weight.shape == (state.shape.kernel_size, x.shape[1]) and anchor_tables is not None
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if not len(x):
             return out
         pdl = launches_dependents(x.device)
         conv_kernel[len(x), triton.cdiv(channels, CONV_BLOCK)](
             *(x, weight, bias, out, state.inputs, state.tails),
-            *(*request_arguments(batch), batch.anchor_tables, batch.anchor_tables.shape[1], x.stride(0)),
+            *(*request_arguments(batch), anchor_tables, anchor_tables.shape[1], x.stride(0)),
             CHANNELS=channels,
             SIZE=size,
             RING=state.inputs.shape[1],
@@ -82,8 +81,7 @@ class TritonStates:
         out = torch.empty(num_rows, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=device)
         if not num_rows:
             return out
-        requests, segments = batch.anchor_tables.shape
-        pdl = launches_dependents(device)
+        (requests, segments), pdl = batch.anchor_tables.shape, launches_dependents(device)
         rows_per_request = max((end - start for start, end in pairwise(batch.query_start_loc)), default=1)
         sizes = {
             "KEY_HEADS": shape.key_heads,
@@ -123,19 +121,20 @@ class TritonStates:
     def _unanchored(self, state: StateLayer, batch: Batch) -> Tensor:
         """float32 [B, value heads, key dim, value dim]: states within a step, between segments."""
         assert batch.anchor_tables is not None
-        requests, segments = batch.anchor_tables.shape
-        shape = requests if segments > 1 else 0, *state.matrices.shape[1:]
+        # A request with rows of several segments; captured passes do not know.
+        is_used = not batch.seq_lens or any(
+            (seq_len - 1) // states.SEGMENT > (seq_len - end + start) // states.SEGMENT
+            for (start, end), seq_len in zip(pairwise(batch.query_start_loc), batch.seq_lens, strict=False)
+        )
+        shape = len(batch.anchor_tables) if is_used else 0, *state.matrices.shape[1:]
         return torch.empty(shape, dtype=torch.float32, device=state.matrices.device)
 
 
 def request_arguments(batch: Batch) -> tuple[Any, ...]:
     """request_index to top_step, as kernels take them."""
-    assert batch.request_index is not None, "a batch without request index"
-    assert batch.state_slots is not None and batch.anchor_tables is not None, "a batch without states"
-    assert batch.state_slots.is_contiguous() and batch.anchor_tables.is_contiguous()
-    num_rows = len(batch.positions)
-    top_step = 1 << (num_rows.bit_length() - 1)
-    return batch.request_index, batch.positions, batch.state_slots, num_rows, len(batch.state_slots), top_step
+    assert batch.request_index is not None and batch.state_slots is not None, "a batch without states"
+    num_rows, slots = len(batch.positions), batch.state_slots
+    return batch.request_index, batch.positions, slots, num_rows, len(slots), 1 << num_rows.bit_length() - 1
 
 
 @triton.jit
@@ -241,6 +240,34 @@ def _softplus(x):
     return tl.where(x > 20.0, x, log(1.0 + power.to(tl.float64)).to(tl.float32))
 
 
+@triton.jit
+def _multiply_keys(
+    keys, queries, key_dots, query_dots, ring_keys, slot, head, start, begin, stop, first, segment_start,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Products of keys and queries of rows [begin, stop) with all keys of their segment known so far."""
+    j = tl.arange(0, SEGMENT)
+    source = segment_start + j  # positions
+    old, known = source < first, source < first + stop - start
+    old_keys = ring_keys + ((slot * RING + source % RING) * KEY_HEADS + head) * KEY_DIM
+    new_keys = keys + ((start + tl.maximum(source - first, 0)) * KEY_HEADS + head) * KEY_DIM
+    for tile in range(begin, stop, ROWS):
+        rows = tile + tl.arange(0, ROWS)
+        used = rows < stop
+        vectors = rows.to(tl.int64) * KEY_HEADS + head
+        of_keys = tl.zeros([ROWS, SEGMENT], tl.float32)
+        of_queries = tl.zeros([ROWS, SEGMENT], tl.float32)
+        for at in range(KEY_DIM):
+            key = tl.load(new_keys + at, mask=known, other=0.0)
+            key = tl.where(old, tl.load(old_keys + at, mask=old, other=0.0), key).to(tl.float32)[None, :]
+            k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
+            of_keys += k[:, None] * key
+            of_queries += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * key
+        places = vectors[:, None] * SEGMENT + j[None, :]
+        tl.store(key_dots + places, of_keys, mask=used[:, None])
+        tl.store(query_dots + places, of_queries, mask=used[:, None])
+
+
 @triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
     qkv, alpha, rates, offsets, keys, queries, key_dots, query_dots, decays, ring_keys, ring_decays,
@@ -294,26 +321,10 @@ def prepare_kernel(
             ring_decays + place * (KEY_HEADS * GROUP) + heads, total, mask=member < tl.where(kept, GROUP, 0)
         )
     tl.debug_barrier()  # threads read keys that others stored
-    j = tl.arange(0, SEGMENT)
-    source = segment_start + j  # positions
-    old, known = source < first, source < first + stop - start
-    old_keys = ring_keys + ((slot * RING + source % RING) * KEY_HEADS + head) * KEY_DIM
-    new_keys = keys + ((start + tl.maximum(source - first, 0)) * KEY_HEADS + head) * KEY_DIM
-    for tile in range(begin, stop, ROWS):
-        rows = tile + tl.arange(0, ROWS)
-        used = rows < stop
-        vectors = rows.to(tl.int64) * KEY_HEADS + head
-        of_keys = tl.zeros([ROWS, SEGMENT], tl.float32)
-        of_queries = tl.zeros([ROWS, SEGMENT], tl.float32)
-        for at in range(KEY_DIM):
-            key = tl.load(new_keys + at, mask=known, other=0.0)
-            key = tl.where(old, tl.load(old_keys + at, mask=old, other=0.0), key).to(tl.float32)[None, :]
-            k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
-            of_keys += k[:, None] * key
-            of_queries += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * key
-        places = vectors[:, None] * SEGMENT + j[None, :]
-        tl.store(key_dots + places, of_keys, mask=used[:, None])
-        tl.store(query_dots + places, of_queries, mask=used[:, None])
+    _multiply_keys(
+        keys, queries, key_dots, query_dots, ring_keys, slot, head, start, begin, stop, first, segment_start,
+        KEY_HEADS, KEY_DIM, RING, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -341,6 +352,58 @@ def _add_update(of_k, of_q, update, decay, decay_before, key_dots, query_dots, a
     values = update.to(tl.float32)[None, :]
     of_k = tl.where((ages > 0)[:, None], of_k + k_weight[:, None] * values, of_k)
     return of_k, tl.where((ages >= 0)[:, None], of_q + q_weight[:, None] * values, of_q)
+
+
+@triton.jit
+def _run_rows(
+    qkv, beta, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix, has_matrix, out,
+    slot, tile, stop, new_row, first, segment_start, head, column, qkv_stride, beta_stride,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Updates and outputs of rows [tile, tile + ROWS) before `stop`, of one segment; new_row as below."""
+    HEADS: tl.constexpr = KEY_HEADS * GROUP
+    row = tile + tl.arange(0, ROWS)
+    used = row < stop
+    vectors = row.to(tl.int64) * KEY_HEADS + head // GROUP
+    outputs = row.to(tl.int64) * HEADS + head
+    of_k = tl.zeros([ROWS, BLOCK], tl.float32)
+    of_q = tl.zeros([ROWS, BLOCK], tl.float32)
+    decay = tl.load(decays + outputs, mask=used, other=0.0)
+    if has_matrix:
+        for at in range(KEY_DIM):
+            values = tl.load(matrix + at * VALUE_DIM + column)[None, :]
+            k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
+            of_k += k[:, None] * values
+            of_q += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * values
+        of_k *= tl.exp(decay)[:, None]
+        of_q *= tl.exp(decay)[:, None]
+    tile_place = tile - new_row
+    ages = tl.where(used, tile_place + tl.arange(0, ROWS), -1)
+    key_dot, query_dot = key_dots + vectors * SEGMENT, query_dots + vectors * SEGMENT
+    for j in range(tile_place):
+        ring_place = slot * RING + (segment_start + j) % RING
+        decay_at = decays + (new_row + j) * HEADS + head
+        if segment_start + j < first:
+            decay_at = ring_decays + ring_place * HEADS + head
+        update = tl.load(updates + (ring_place * HEADS + head) * VALUE_DIM + column)
+        of_k, of_q = _add_update(
+            of_k, of_q, update, decay, tl.load(decay_at), key_dot + j, query_dot + j, ages - j, used
+        )
+    for j in range(tile_place, tile_place + tl.minimum(stop - tile, ROWS)):
+        own = new_row + j
+        v = qkv + own * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        rate = sigmoid(tl.load(beta + own * beta_stride + head).to(tl.float32))
+        update = rate * (tl.load(v + column).to(tl.float32) - _pick_row(of_k, ages == j))
+        update = update.to(updates.dtype.element_ty)
+        ring_place = slot * RING + (segment_start + j) % RING
+        tl.store(updates + (ring_place * HEADS + head) * VALUE_DIM + column, update)
+        decay_before = tl.load(decays + own * HEADS + head)
+        of_k, of_q = _add_update(
+            of_k, of_q, update, decay, decay_before, key_dot + j, query_dot + j, ages - j, used
+        )
+    places = (outputs * VALUE_DIM)[:, None] + column[None, :]
+    tl.store(out + places, of_q.to(out.dtype.element_ty), mask=used[:, None])
 
 
 @triton.jit
@@ -415,47 +478,11 @@ def delta_kernel(
         # Dummy rows may begin without an anchor.
         has_matrix = (segment_start > 0) & ((anchor != NO_ANCHOR) | (begin > start))
         for tile in range(begin, stop, ROWS):
-            row = tile + tl.arange(0, ROWS)
-            used = row < stop
-            vectors = row.to(tl.int64) * KEY_HEADS + head // GROUP
-            outputs = row.to(tl.int64) * HEADS + head
-            of_k = tl.zeros([ROWS, BLOCK], tl.float32)
-            of_q = tl.zeros([ROWS, BLOCK], tl.float32)
-            decay = tl.load(decays + outputs, mask=used, other=0.0)
-            if has_matrix:
-                for at in range(KEY_DIM):
-                    values = tl.load(matrix + at * VALUE_DIM + column)[None, :]
-                    k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
-                    of_k += k[:, None] * values
-                    of_q += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * values
-                of_k *= tl.exp(decay)[:, None]
-                of_q *= tl.exp(decay)[:, None]
-            tile_place = first + tile - start - segment_start
-            ages = tl.where(used, tile_place + tl.arange(0, ROWS), -1)
-            key_dot, query_dot = key_dots + vectors * SEGMENT, query_dots + vectors * SEGMENT
-            for j in range(tile_place):
-                ring_place = slot * RING + (segment_start + j) % RING
-                decay_at = decays + (new_row + j) * HEADS + head
-                if segment_start + j < first:
-                    decay_at = ring_decays + ring_place * HEADS + head
-                update = tl.load(updates + (ring_place * HEADS + head) * VALUE_DIM + column)
-                of_k, of_q = _add_update(
-                    of_k, of_q, update, decay, tl.load(decay_at), key_dot + j, query_dot + j, ages - j, used
-                )
-            for j in range(tile_place, tile_place + tl.minimum(stop - tile, ROWS)):
-                own = new_row + j
-                v = qkv + own * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-                rate = sigmoid(tl.load(beta + own * beta_stride + head).to(tl.float32))
-                update = rate * (tl.load(v + column).to(tl.float32) - _pick_row(of_k, ages == j))
-                update = update.to(updates.dtype.element_ty)
-                ring_place = slot * RING + (segment_start + j) % RING
-                tl.store(updates + (ring_place * HEADS + head) * VALUE_DIM + column, update)
-                decay_before = tl.load(decays + own * HEADS + head)
-                of_k, of_q = _add_update(
-                    of_k, of_q, update, decay, decay_before, key_dot + j, query_dot + j, ages - j, used
-                )
-            places = (outputs * VALUE_DIM)[:, None] + column[None, :]
-            tl.store(out + places, of_q.to(out.dtype.element_ty), mask=used[:, None])
+            _run_rows(
+                qkv, beta, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix,
+                has_matrix, out, slot, tile, stop, new_row, first, segment_start, head, column, qkv_stride,
+                beta_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, RING, ROWS, BLOCK,
+            )  # fmt: skip
             tl.debug_barrier()  # threads read updates that others stored
         if start + segment_start + SEGMENT - first == stop:
             next_anchor = tl.load(anchors + segment_start // SEGMENT - first // SEGMENT + 1)
