@@ -25,9 +25,8 @@ class StateCache:
         self.sizes = sizes
         self.interval = interval
         self._block_size = block_size
-        self._unit = max(
-            block_size, SEGMENT
-        )  # tokens between anchors that have a hash; both are powers of two
+        # Tokens between anchors that have a hash; both are powers of two
+        self._unit = max(block_size, SEGMENT)
         self._num_slots = num_requests
         self._free_slots = list(range(num_requests, 0, -1))
         self._passing: set[int] = set()  # anchors that leave the index when their request has passed them

@@ -248,10 +248,11 @@ def read_rope(
     default_theta: float = 10000.0,
     mrope_sections: MRopeSections | None = None,
     partial_rotary_factor: float = 1.0,
+    ignores_mrope: bool = False,
 ) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` and `rope_scaling`; mrope_sections is M-RoPE's default.
 
-    Without them the options of M-RoPE have no effect: the axes of text are equal.
+    ignores_mrope  the text of a multimodal model alone: positions are equal on all axes
     """
     theta = config.get_float("rope_theta", default_theta)
     share = config.get_float("partial_rotary_factor", partial_rotary_factor)
@@ -261,7 +262,7 @@ def read_rope(
     section = options or older or ConfigReader({}, config.source)
     if mrope_sections is not None:
         mrope_sections = _read_mrope_sections(section, mrope_sections)
-    else:
+    elif ignores_mrope:
         section = section.without(("mrope_section", "mrope_interleaved"))
     rope = read_rope_section(section, head_dim, context_length, theta, share, original)
     if mrope_sections is not None and sum(mrope_sections.sections) != rope.rotary_dim // 2:

@@ -72,7 +72,9 @@ def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_siz
     """All options but those of experts."""
     bias = config.get_bool("attention_bias", False)
     head_dim, context_length = read_head_dim(config, HEAD_DIM), config.get_int("max_position_embeddings")
-    rope = read_rope(config, head_dim, context_length, partial_rotary_factor=ROTARY_FACTOR)
+    rope = read_rope(
+        config, head_dim, context_length, partial_rotary_factor=ROTARY_FACTOR, ignores_mrope=True
+    )
     base = read_decoder_config(
         config,
         architecture,

@@ -32,7 +32,11 @@ def test_step_synchronizes_once(samples: bool, monkeypatch: pytest.MonkeyPatch) 
         return torch.zeros(len(batch.sample_rows), VOCAB_SIZE, device="cuda")
 
     model: Any = SimpleNamespace(
-        vocab_size=VOCAB_SIZE, uses_mrope=False, compile_logits=lambda kv: forward, ops=ReferenceOps()
+        vocab_size=VOCAB_SIZE,
+        uses_mrope=False,
+        has_states=False,
+        compile_logits=lambda kv: forward,
+        ops=ReferenceOps(),
     )
     none: Any = None
     with FakeCuda() as gpu:
