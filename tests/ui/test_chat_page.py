@@ -514,10 +514,21 @@ def test_page_works_without_its_server(open_page: Open, fake: RunningServer) -> 
     assert page.answer() == "Hello world"
 
 
+# Whether the browser has stored an answer: a reload before that would lose it
+IS_STORED = """async text => {
+    const result = asked => new Promise(resolve => { asked.onsuccess = () => resolve(asked.result); });
+    const db = await result(indexedDB.open("foreword", 1));
+    const all = await result(db.transaction("conversations").objectStore("conversations").getAll());
+    db.close();
+    return JSON.stringify(all).includes(text);
+}"""
+
+
 def test_conversations_are_kept_exported_and_imported(open_page: Open, fake: RunningServer) -> None:
     fake.set_output(FakeOutput("Hello world", (3,), confidence=0.5))
     page = open_page(fake)
     page.ask("Remember me")
+    page.wait_for_function(IS_STORED, arg="Hello world")
     address = page.url
     page.reload()
     page.wait_for_selector(".answer .tok")
