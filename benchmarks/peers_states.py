@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from peers_experts import EXPERT_MODELS, ExpertModelShape, Tensors
 
 CONV_SIZE, INTERVAL = 4, 4  # inputs of a convolution; every n-th layer has attention
-ROTARY_FACTOR = 4  # of a head's values, one in so many is rotated
+ROTARY_DIVISOR = 4  # RoPE rotates this part of a head's values
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StateModelShape(ExpertModelShape):
 
     def _attention(self) -> dict[str, tuple[int, ...]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {"attn_q": 2 * q, "attn_k": kv, "attn_v": kv}  # q has a gate beside it
+        sizes = {"attn_q": 2 * q, "attn_k": kv, "attn_v": kv}  # q_proj yields queries and gates
         return {name: (size, self.hidden) for name, size in sizes.items()} | {"attn_output": (self.hidden, q)}
 
     def _delta_net(self) -> dict[str, tuple[int, ...]]:
@@ -91,7 +91,7 @@ class StateModelShape(ExpertModelShape):
         writer.add_ssm_group_count(self.key_heads)
         writer.add_ssm_time_step_rank(self.value_heads)
         writer.add_ssm_inner_size(self.value_heads * self.state_dim)
-        writer.add_rope_dimension_count(self.head_dim // ROTARY_FACTOR)
+        writer.add_rope_dimension_count(self.head_dim // ROTARY_DIVISOR)
         writer.add_rope_dimension_sections([11, 11, 10, 0])
         if self.has_experts:
             writer.add_expert_shared_feed_forward_length(self.intermediate)

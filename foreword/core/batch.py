@@ -136,14 +136,9 @@ def build_batch(
     with_states: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
-    sampled: list[int] = []
-    seq_lens: list[int] = []
+    token_ids, positions, slots, sampled, seq_lens = (list[int]() for _ in range(5))
+    starts, tables = [0], bytearray()
     width = max([len(chunk.blocks) for chunk in chunks], default=1)
-    tables = bytearray()
     for chunk_ids, start, blocks, num_sampled, *_ in chunks:
         end = start + len(chunk_ids)
         assert len(blocks) * block_size >= end, "a row without a slot"
@@ -165,31 +160,32 @@ def build_batch(
         values.extend([0] * padding)
     block_tables = np.frombuffer(tables, np.int64).reshape(len(chunks) + 1, width)
     arrays = [np.array(values, np.int64) for values in (token_ids, positions, slots, sampled)]
-    arrays.append(block_tables)
+    optional: dict[str, Array] = {}
     if mrope:
-        arrays.append(_mrope_positions(chunks, padding))
+        optional["mrope_positions"] = _mrope_positions(chunks, padding)
     if with_request_index:
-        arrays.append(_request_index(starts, len(token_ids)))
+        optional["request_index"] = _request_index(starts, len(token_ids))
     if with_lora:
-        arrays.append(_lora_slots(chunks, padding))
+        optional["lora_slots"] = _lora_slots(chunks, padding)
     if with_states:
-        arrays += [np.array([chunk.state_slot for chunk in chunks], np.int64), _anchor_tables(chunks)]
-    uploaded = iter(upload(arrays, torch.device(device)))
+        optional |= _state_arrays(chunks)
+    tensors = upload([*arrays, block_tables, *optional.values()], torch.device(device))
+    uploaded = dict(zip(optional, tensors[5:], strict=True))
     return Batch(
-        token_ids=next(uploaded),
-        positions=next(uploaded),
-        slots=next(uploaded),
-        sample_rows=next(uploaded),
-        block_tables=next(uploaded),
+        token_ids=tensors[0],
+        positions=tensors[1],
+        slots=tensors[2],
+        sample_rows=tensors[3],
+        block_tables=tensors[4],
         query_start_loc=tuple(starts),
         seq_lens=tuple(seq_lens),
         block_size=block_size,
-        mrope_positions=next(uploaded) if mrope else None,
+        mrope_positions=uploaded.get("mrope_positions"),
         image_features=_image_features(chunks, starts, device),
-        request_index=next(uploaded) if with_request_index else None,
-        lora_slots=next(uploaded) if with_lora else None,
-        state_slots=next(uploaded) if with_states else None,
-        anchor_tables=next(uploaded) if with_states else None,
+        request_index=uploaded.get("request_index"),
+        lora_slots=uploaded.get("lora_slots"),
+        state_slots=uploaded.get("state_slots"),
+        anchor_tables=uploaded.get("anchor_tables"),
     )
 
 
@@ -207,14 +203,15 @@ def _lora_slots(chunks: Sequence[Chunk], padding: int) -> Ints:
     return np.repeat(slots, [len(chunk.token_ids) for chunk in chunks] + [padding])
 
 
-def _anchor_tables(chunks: Sequence[Chunk]) -> Ints:
-    """[B, segments]"""
+def _state_arrays(chunks: Sequence[Chunk]) -> dict[str, Array]:
+    """state_slots and anchor_tables of a Batch."""
     tables = np.full(
         (len(chunks), max([num_segments(chunk) for chunk in chunks], default=1)), NO_ANCHOR, np.int64
     )
     for table, chunk in zip(tables, chunks, strict=True):
         table[: len(chunk.anchors)] = chunk.anchors
-    return tables
+    slots = np.array([chunk.state_slot for chunk in chunks], np.int64)
+    return {"state_slots": slots, "anchor_tables": tables}
 
 
 def num_segments(chunk: Chunk) -> int:

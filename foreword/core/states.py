@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 SEGMENT: Final = 64  # tokens between anchors
 NO_ANCHOR: Final = -1  # entry of an anchor table: not kept
 RING_ALIGNMENT = 16
+MAX_KERNEL_SIZE: Final = 16  # inputs of a convolution: csrc/states/causal_conv.inc
+HEAD_DIM_MULTIPLE: Final = 16  # whole vectors of every instruction set
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, SampleRow, build_batch, num_segments
 from foreword.core.request import RequestState
-from foreword.core.states import SEGMENT
 from foreword.engine.pooler import num_pool_rows
 from foreword.engine.scheduler import ScheduledRequest
 from foreword.kv_cache.state_cache import anchors_between
@@ -98,9 +97,10 @@ class BatchBuilder:
 
     def _with_states(self, chunk: Chunk, state: RequestState) -> Chunk:
         """Slot and anchors; dummy requests have slot 0, and anchor 0 everywhere."""
-        end = chunk.start + len(chunk.token_ids)
-        anchors = anchors_between(state, chunk.start, end) if state.state_slot else [0] * (end // SEGMENT + 1)
-        return chunk._replace(state_slot=state.state_slot, anchors=anchors[: num_segments(chunk)])
+        anchors = [0] * num_segments(chunk)
+        if state.state_slot:
+            anchors = anchors_between(state, chunk.start, chunk.start + len(chunk.token_ids))
+        return chunk._replace(state_slot=state.state_slot, anchors=anchors)
 
     def flatten(self, chunks: Sequence[Chunk]) -> Batch:
         options = (self.mrope, self.with_request_index, self.with_lora, self.with_states)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foreword.core.batch import Batch, StateLayer
+from foreword.core.batch import StateLayer
 from foreword.kernels.ops import Ops
+from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
 
@@ -20,13 +21,15 @@ class ShortConv:
         self._bias = bias  # float32 [H]
         self._out = out
 
-    def __call__(self, x: Tensor, batch: Batch, state: StateLayer, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: ForwardContext, state: StateLayer, residual: Tensor | None = None
+    ) -> Tensor:
         """x [T, H] -> [T, H], plus `residual` [T, H]"""
         size = x.shape[1]
         bcx = self._inputs(x)
         b, c, inner = bcx[:, :size], bcx[:, size : 2 * size], bcx[:, 2 * size :]
         gated = self._ops.gate(inner, b, "none")
-        y = self._ops.causal_conv(gated, self._weight, self._bias, "none", state, batch)
+        y = self._ops.causal_conv(gated, self._weight, self._bias, "none", state, context.batch)
         return self._out(self._ops.gate(y, c, "none"), residual)
 
 
@@ -52,12 +55,15 @@ class GatedDeltaNet:
         self._norm = norm
         self._out = out
 
-    def __call__(self, x: Tensor, batch: Batch, state: StateLayer, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: ForwardContext, state: StateLayer, residual: Tensor | None = None
+    ) -> Tensor:
         """x [T, H] -> [T, H], plus `residual` [T, H]"""
         shape, inputs = state.shape, self._inputs(x)
         z_start, heads = shape.channels, shape.value_heads
         beta_start = z_start + heads * shape.value_dim
-        qkv = self._ops.causal_conv(inputs[:, :z_start], self._conv_weight, None, "silu", state, batch)
+        batch, qkv = context.batch, inputs[:, :z_start]
+        qkv = self._ops.causal_conv(qkv, self._conv_weight, None, "silu", state, batch)
         beta, alpha = inputs[:, beta_start : beta_start + heads], inputs[:, beta_start + heads :]
         rule = (qkv, alpha, beta, self._rates, self._offsets)
         y = self._norm(self._ops.gated_delta_rule(*rule, state, batch)).flatten(1)

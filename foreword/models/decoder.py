@@ -105,12 +105,8 @@ class LayerBuilder:
 
     def short_conv(self, name: str) -> ShortConv:
         """`in_proj` yields b, c and x; `conv.weight` is [H, 1, K]."""
-        bias, hidden, weights = (
-            self._config.conv_bias,
-            self._config.hidden_size,
-            self._weights.prefixed(f"{name}."),
-        )
-        shape = self.state_shape
+        bias, hidden, shape = self._config.conv_bias, self._config.hidden_size, self.state_shape
+        weights = self._weights.prefixed(f"{name}.")
         assert shape is not None and shape.channels == hidden
         return ShortConv(
             self.ops,
@@ -125,11 +121,8 @@ class LayerBuilder:
 
         GGUF files may have in_proj_qkv and in_proj_z instead of in_proj_qkvz, with rows as in our order.
         """
-        hidden, weights, shape = (
-            self._config.hidden_size,
-            self._weights.prefixed(f"{name}."),
-            self.state_shape,
-        )
+        hidden, shape = self._config.hidden_size, self.state_shape
+        weights = self._weights.prefixed(f"{name}.")
         assert shape is not None
         heads, values = shape.value_heads, shape.value_heads * shape.value_dim
         outputs = {"in_proj_qkv": shape.channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import Tensor
-
-from foreword.core.batch import KVLayer, StateLayer
-from foreword.core.states import StateShape
-from foreword.layers.attention import ForwardContext
+from foreword.core.states import MAX_KERNEL_SIZE, StateShape
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
@@ -18,11 +14,11 @@ from foreword.models.decoder_config import (
     read_attention_layers,
     read_decoder_config,
 )
+from foreword.models.llama import LlamaLayer, Mixer
 from foreword.weights.config_reader import ConfigReader
 
 THETA = 1_000_000.0
 QK_NORM = QKNorm(("q_layernorm", "k_layernorm"))
-MAX_KERNEL_SIZE = 16
 TRAINING_KEYS = (
     "block_mlp_init_scale",
     "block_out_init_scale",
@@ -63,42 +59,13 @@ class Lfm2(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return Lfm2AttentionLayer(builder) if builder.state_shape is None else Lfm2ConvLayer(builder)
-
-
-class _Layer:
-    """Norm, branch, norm, MLP or mixture of experts, with a residual around each branch."""
-
-    def __init__(self, builder: LayerBuilder) -> None:
-        self._norm = builder.norm("operator_norm")
-        self._mlp_norm = builder.norm("ffn_norm")
-        self._mlp = builder.feed_forward("feed_forward", down_name="w2", gate_up_names=("w1", "w3"))
-
-
-class Lfm2AttentionLayer(_Layer):
-    """The branch is attention."""
-
-    def __init__(self, builder: LayerBuilder) -> None:
-        super().__init__(builder)
-        self._attention = builder.attention("self_attn", out="out_proj")
-
-    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
-        """x [T, H] -> [T, H]"""
-        x = self._attention(self._norm(x), context, cache, x)
-        return self._mlp(self._mlp_norm(x), x)
-
-
-class Lfm2ConvLayer(_Layer):
-    """The branch is a short convolution."""
-
-    def __init__(self, builder: LayerBuilder) -> None:
-        super().__init__(builder)
-        self._conv = builder.short_conv("conv")
-
-    def __call__(self, x: Tensor, context: ForwardContext, cache: StateLayer) -> Tensor:
-        """x [T, H] -> [T, H]"""
-        x = self._conv(self._norm(x), context.batch, cache, x)
-        return self._mlp(self._mlp_norm(x), x)
+        mixer: Mixer
+        if builder.state_shape is None:
+            mixer = builder.attention("self_attn", out="out_proj")
+        else:
+            mixer = builder.short_conv("conv")
+        mlp = builder.feed_forward("feed_forward", down_name="w2", gate_up_names=("w1", "w3"))
+        return LlamaLayer(builder, mixer, mlp, norms=("operator_norm", "ffn_norm"))
 
 
 def read_conv_options(config: ConfigReader) -> tuple[bool, int]:

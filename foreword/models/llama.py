@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
+from foreword.layers.mlp import MLP, MoE
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config
 from foreword.weights.config_reader import ConfigReader
+
+# Attention, or a layer with state: x, context, the layer's cache, residual -> x
+Mixer = Callable[[Tensor, ForwardContext, Any, Tensor | None], Tensor]
 
 
 class LlamaLayer:
     """Norm, attention, norm, gated MLP or mixture of experts, with a residual around each branch."""
 
-    def __init__(self, builder: LayerBuilder) -> None:
-        self._attention_norm = builder.norm("input_layernorm")
-        self._attention = builder.attention("self_attn")
-        self._mlp_norm = builder.norm("post_attention_layernorm")
-        self._mlp = builder.feed_forward()
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        mixer: Mixer | None = None,
+        mlp: MLP | MoE | None = None,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    ) -> None:
+        """mixer, mlp  instead of attention and of the feed-forward layer under Llama's names"""
+        self._mixer_norm = builder.norm(norms[0])
+        self._mixer: Mixer = mixer or builder.attention("self_attn")
+        self._mlp_norm = builder.norm(norms[1])
+        self._mlp = mlp or builder.feed_forward()
 
-    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: Any) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._attention(self._attention_norm(x), context, cache, x)
+        x = self._mixer(self._mixer_norm(x), context, cache, x)
         return self._mlp(self._mlp_norm(x), x)
 
 

@@ -59,7 +59,7 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
 TEXT_PREFIXES = MappingProxyType({"model.": ("model.language_model.", "language_model.model.", "model.")})
 TEXT_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
-STATE_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+MULTIPART_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
 MTP_HEAD = "the MTP head, which drafts,"
 UNUSED_PARTS = MappingProxyType(
     {
@@ -246,14 +246,14 @@ def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) 
     if spec.vision is not None:
         prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
         ignored |= {name for name in names if name.startswith(prefixes)}
-    if spec.name in STATE_FAMILIES:
+    if spec.name in MULTIPART_FAMILIES:
         ignored |= {name for name in names if name.startswith(tuple(UNUSED_PARTS))}
     return ignored
 
 
 def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
     """What the files hold beside the text, in words; () if there are no files."""
-    if spec.name not in STATE_FAMILIES:
+    if spec.name not in MULTIPART_FAMILIES:
         return ()
     try:
         files = SafetensorsWeights(path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, DecoderConfig, read_num_layers
 from foreword.models.llama import LlamaLayer
-from foreword.models.qwen3_next import DeltaNetLayer, read_hybrid_config, read_hybrid_moe
+from foreword.models.qwen3_next import read_hybrid_config, read_hybrid_moe
 from foreword.weights.config_reader import ConfigReader
 
 
@@ -22,7 +22,8 @@ class Qwen35(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return LlamaLayer(builder) if builder.state_shape is None else DeltaNetLayer(builder, fused=False)
+        has_state = builder.state_shape is not None
+        return LlamaLayer(builder, builder.gated_delta_net("linear_attn") if has_state else None)
 
 
 class Qwen35Moe(Qwen35):

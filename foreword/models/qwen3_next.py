@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from foreword.core.batch import StateLayer
-from foreword.core.states import StateShape
-from foreword.layers.attention import ForwardContext
+from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE, StateShape
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
@@ -30,8 +26,6 @@ from foreword.weights.config_reader import ConfigReader
 HEAD_DIM = 256
 ROTARY_FACTOR = 0.25
 INTERVAL = 4  # every n-th layer has attention
-MAX_KERNEL_SIZE = 16
-HEAD_MULTIPLE = 16  # values of a vector in the kernels
 NAMES = ExpertNames(shared_gate="mlp.shared_expert_gate")
 
 
@@ -50,22 +44,8 @@ class Qwen3Next(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return LlamaLayer(builder) if builder.state_shape is None else DeltaNetLayer(builder, fused=True)
-
-
-class DeltaNetLayer:
-    """Norm, Gated DeltaNet, norm, MLP or mixture of experts, with a residual around each branch."""
-
-    def __init__(self, builder: LayerBuilder, fused: bool) -> None:
-        self._norm = builder.norm("input_layernorm")
-        self._delta_net = builder.gated_delta_net("linear_attn", fused)
-        self._mlp_norm = builder.norm("post_attention_layernorm")
-        self._mlp = builder.feed_forward()
-
-    def __call__(self, x: Tensor, context: ForwardContext, cache: StateLayer) -> Tensor:
-        """x [T, H] -> [T, H]"""
-        x = self._delta_net(self._norm(x), context.batch, cache, x)
-        return self._mlp(self._mlp_norm(x), x)
+        has_state = builder.state_shape is not None
+        return LlamaLayer(builder, builder.gated_delta_net("linear_attn", fused=True) if has_state else None)
 
 
 def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_size: int) -> DecoderConfig:
@@ -120,8 +100,8 @@ def _read_state_shape(config: ConfigReader) -> StateShape:
             "linear_num_value_heads", f"must be a multiple of linear_num_key_heads, {key_heads}"
         )
     for key, size in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
-        if size % HEAD_MULTIPLE:
-            raise config.error(key, f"must be a multiple of {HEAD_MULTIPLE} here, got {size}")
+        if size % HEAD_DIM_MULTIPLE:
+            raise config.error(key, f"must be a multiple of {HEAD_DIM_MULTIPLE} here, got {size}")
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     if channels > MAX_HIDDEN_SIZE:
         raise config.error("linear_num_value_heads", f"makes {channels} channels; at most {MAX_HIDDEN_SIZE}")

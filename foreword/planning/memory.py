@@ -22,10 +22,8 @@ CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 TILE_ROWS, TILE_ALIGNMENT = 16, 64  # packed weights on the CPU: csrc/common/packing.h
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
-STATE_DIVISOR, MAX_STATE_BYTES = (
-    4,
-    2 * GIB,
-)  # share of the free memory for states of running requests, and limit
+# Share of the free memory for states of running requests, and its limit
+STATE_DIVISOR, MAX_STATE_BYTES = 4, 2 * GIB
 LARGE_GPU_BYTES = 64 * GIB
 LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
+from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE
 from foreword.kernels.cpu.library import (
     ISAS,
     AddressSpace,
@@ -38,7 +39,6 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2})  # enum Gate
-MAX_KERNEL_SIZE = 16  # of a convolution: csrc/states/causal_conv.inc
 NUM_AXES = 3  # of M-RoPE positions
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
@@ -187,7 +187,8 @@ class CpuOps(NativeSampling, UnfusedOps):
         assert qkv.dtype == alpha.dtype == beta.dtype == state.keys.dtype == state.updates.dtype
         assert alpha.shape == beta.shape == (rows, heads) and rates.shape == offsets.shape == (heads,)
         assert qkv.shape[1] == 2 * shape.key_heads * shape.key_dim + heads * shape.value_dim
-        assert shape.key_dim % 16 == shape.value_dim % 16 == heads % shape.key_heads == 0
+        multiple = HEAD_DIM_MULTIPLE
+        assert shape.key_dim % multiple == shape.value_dim % multiple == heads % shape.key_heads == 0
         return self._execute(
             Opcode.DELTA_RULE,
             (qkv, alpha, beta),
