@@ -46,7 +46,7 @@ class JobLimits:
 def load_reply(data: bytes, bases: tuple[type, ...]) -> Any:
     """A worker's pickled reply of plain values and instances of `bases`, which this process has imported.
 
-    A worker reads what strangers send: whoever takes one over must not run code here.
+    A worker reads untrusted input: a compromised one must not run code in this process.
     Raises UnpicklingError for anything else.
     """
     return _ReplyUnpickler(data, bases).load()
