@@ -1,5 +1,6 @@
 """Options of the test suite and its differences between machines: docs/development.md."""
 
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
     skip = not config.getoption("--full") and (is_default or not is_named) and name in FULL_ONLY
     return True if skip else None
+
+
+def pytest_runtest_setup() -> None:
+    """A command that an earlier test ran in this process may have raised the level of the log."""
+    logging.getLogger("foreword").setLevel(logging.NOTSET)
 
 
 class PartialModule(pytest.Module):

@@ -33,13 +33,12 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def logged() -> Iterator[tuple[RunningServer, io.StringIO]]:
     """A server, and its log at level info in the format of `foreword serve`."""
-    kept, root, ours = io.StringIO(), logging.getLogger(), logging.getLogger("foreword")
+    kept, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(kept)
     handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
-    level, our_level = root.level, ours.level
+    level = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    ours.setLevel(logging.NOTSET)  # an earlier command in this process may have raised the level
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = Config(api_key=KEY, max_waiting=4, max_body_mb=1)
@@ -48,7 +47,6 @@ def logged() -> Iterator[tuple[RunningServer, io.StringIO]]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-        ours.setLevel(our_level)
 
 
 def post(server: RunningServer, key: str = KEY, path: str = CHAT, **fields: Any) -> httpx.Response:

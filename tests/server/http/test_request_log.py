@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -46,15 +47,16 @@ class LogLines:
 
 @pytest.fixture
 def lines() -> Iterator[LogLines]:
-    root, ours, log = logging.getLogger(), logging.getLogger("foreword"), LogLines()
-    levels = root.level, ours.level
+    for each in gc.get_objects():  # servers of other tests, whose sums would be written meanwhile
+        if type(each) is RequestLog:
+            each.flush(force=True)
+    root, log = logging.getLogger(), LogLines()
+    level = root.level
     root.addHandler(log.handler)
     root.setLevel(logging.INFO)
-    ours.setLevel(logging.NOTSET)
     yield log
     root.removeHandler(log.handler)
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="module")
