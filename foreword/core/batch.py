@@ -273,6 +273,25 @@ class StateLayer:
     matrices: Tensor  # float32 [anchors, value heads, key dim, value dim]
 
 
+class KVShape(NamedTuple):
+    """Shape of a layer's K and V."""
+
+    heads: int  # Hk
+    head_dim: int  # D
+    source: int | None = None  # earlier layer whose K and V this one reads; None: it has its own
+
+    @property
+    def values_per_token(self) -> int:
+        """Values in the KV cache."""
+        return self.vectors_per_token * self.head_dim
+
+    @property
+    def vectors_per_token(self) -> int:
+        """Each has a scale where values are scaled."""
+        return 2 * self.heads if self.source is None else 0
+
+
+CacheShape = KVShape | StateShape
 LayerCache = KVLayer | StateLayer
 
 

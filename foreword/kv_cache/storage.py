@@ -8,20 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import KVLayer, LayerCache, StateLayer
+from foreword.core.batch import CacheShape, KVLayer, LayerCache, StateLayer
 from foreword.core.states import NO_STATES, StateShape, StateSizes
 from foreword.utils.mapped_memory import HugePages
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-CacheShape = tuple[int, int] | StateShape  # (heads, head dimension) of K and V, or a layer's state
-
-
 class KVStorage:
     """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0.
 
-    Layers with state have rings and anchors instead; slot 0 and anchor 0 are for dummy rows.
+    A layer may read those of an earlier one. Layers with state have rings and anchors instead; slot 0 and
+    anchor 0 are for dummy rows.
     """
 
     def __init__(
@@ -41,19 +39,23 @@ class KVStorage:
         self._memory = HugePages()
         slots = (num_blocks + 1) * block_size
         stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
-        self._layers: tuple[LayerCache, ...] = tuple(
-            self._make_state_layer(shape, states, state_dtype)
-            if isinstance(shape, StateShape)
-            else self._make_layer((slots, *shape), stored)
-            for shape in layers
-        )
+        self._layers: list[LayerCache] = []
+        for shape in layers:
+            if isinstance(shape, StateShape):
+                self._layers.append(self._make_state_layer(shape, states, state_dtype))
+            elif shape.source is not None:
+                assert layers[shape.source] == shape._replace(source=None)
+                self._layers.append(self._layers[shape.source])
+            else:
+                self._layers.append(self._make_layer((slots, shape.heads, shape.head_dim), stored))
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
 
     @property
     def nbytes(self) -> int:
-        values = (getattr(layer, name) for layer in self._layers for name in layer.__slots__)
+        own = {id(layer): layer for layer in self._layers}.values()
+        values = (getattr(layer, name) for layer in own for name in layer.__slots__)
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, ImageFeatures
+from foreword.core.batch import Batch, ImageFeatures, KVShape
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
@@ -64,14 +64,20 @@ class LayerBuilder:
     @property
     def state_shape(self) -> StateShape | None:
         """The state of this layer; None: it has attention."""
-        shapes = self._config.state_shapes
-        return shapes[self._index] if shapes else None
+        shape = self._config.cache_shapes[self._index]
+        return shape if isinstance(shape, StateShape) else None
+
+    @property
+    def _kv_shape(self) -> KVShape:
+        shape = self._config.cache_shapes[self._index]
+        assert isinstance(shape, KVShape)
+        return shape
 
     def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
         """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
         config, norm = self._config, self._config.qk_norm
-        size = config.head_dim
-        q, kv = config.num_heads * size, config.num_kv_heads * size
+        size, kv_heads = self._kv_shape.head_dim, self._kv_shape.heads
+        q, kv = config.num_heads * size, kv_heads * size
         q_rows = q * (1 + config.attn_gate)
         orders: dict[str, Tensor] = {}
         if config.interleaved_rope:
@@ -87,7 +93,7 @@ class LayerBuilder:
             self.ops,
             AttentionConfig(
                 heads=config.num_heads,
-                kv_heads=config.num_kv_heads,
+                kv_heads=kv_heads,
                 head_dim=size,
                 scale=config.attn_scale,
                 window=config.layer_types[self._index].window,
@@ -212,7 +218,9 @@ class LayerBuilder:
 
     @property
     def _qk_heads(self) -> dict[str, int]:
-        return {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
+        if self.state_shape is not None:
+            return {}
+        return {"q_proj": self._config.num_heads, "k_proj": self._kv_shape.heads}
 
     def _linear(
         self,
@@ -261,8 +269,7 @@ class Decoder(ABC):
         self.config = config
         self.lora = LoraLayers(lora, precision.dtype, device)
         self.vocab_size = config.vocab_size
-        shapes = config.state_shapes or (None,) * len(config.layer_types)
-        self.cache_shapes = tuple(shape or (config.num_kv_heads, config.head_dim) for shape in shapes)
+        self.cache_shapes = config.cache_shapes
         body = weights.prefixed("model.")
         hidden, weight_format = config.hidden_size, precision.embedding_format
         embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
@@ -410,7 +417,8 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
 
 
 def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
-    projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    kv_shapes = [shape for shape in config.cache_shapes if isinstance(shape, KVShape)]
+    projected = max((config.num_heads + 2 * shape.heads) * shape.head_dim for shape in kv_shapes)
     inner, moe = 3 * config.intermediate_size, config.moe
     if moe is not None:
         inner = max(inner, moe.experts.top_k * (3 * moe.intermediate_size + config.hidden_size))
@@ -420,9 +428,9 @@ def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank
         dtype=config.dtype,
         parameters=num_parameters,
         vocab_size=config.vocab_size,
-        kv_values_per_token=2 * config.num_attention_layers * config.num_kv_heads * config.head_dim,
-        kv_vectors_per_token=2 * config.num_attention_layers * config.num_kv_heads,
-        state_shapes=tuple(filter(None, config.state_shapes)),
+        kv_values_per_token=sum(shape.values_per_token for shape in kv_shapes),
+        kv_vectors_per_token=sum(shape.vectors_per_token for shape in kv_shapes),
+        state_shapes=config.state_shapes,
         embedding_parameters=config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings),
         activation_values_per_row=3 * config.hidden_size + max(inner, 2 * projected),
         num_experts=moe.experts.num_experts if moe else 0,

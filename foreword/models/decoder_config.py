@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from foreword.core.batch import CacheShape, KVShape
 from foreword.core.states import StateShape
 from foreword.kernels.ops import ExpertsConfig, MRopeSections
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
@@ -58,12 +59,11 @@ class DecoderConfig:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     context_length: int  # positions the model was trained for
     eps: float
     activation: str
     layer_types: tuple[LayerType, ...]  # one per layer
+    cache_shapes: tuple[CacheShape, ...]  # one per layer
     tie_word_embeddings: bool
     attn_scale: float
     qkv_bias: bool = False
@@ -82,12 +82,17 @@ class DecoderConfig:
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
     attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
     conv_bias: bool = False  # short convolutions and their projections have biases
-    state_shapes: tuple[StateShape | None, ...] = ()  # of layers with state instead of attention; (): none
     moe: MoEConfig | None = None
 
     @property
-    def num_attention_layers(self) -> int:
-        return len(self.layer_types) - sum(shape is not None for shape in self.state_shapes)
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Of layers with state."""
+        return tuple(shape for shape in self.cache_shapes if isinstance(shape, StateShape))
+
+    def with_states(self, shapes: Sequence[StateShape | None]) -> DecoderConfig:
+        """shapes  of layers with state instead of attention, None of the others"""
+        caches = zip(shapes, self.cache_shapes, strict=True)
+        return replace(self, cache_shapes=tuple(state or shape for state, shape in caches))
 
 
 def read_decoder_config(
@@ -135,12 +140,11 @@ def read_decoder_config(
         hidden_size=hidden,
         intermediate_size=intermediate_size or config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         context_length=min(scaled_context_length(layer_type.rope, positions) for layer_type in layer_types),
         eps=config.get_float(eps_key, eps),
         activation=activation or config.get_choice(activation_key, ACTIVATIONS),
         layer_types=tuple(layer_types),
+        cache_shapes=(KVShape(kv_heads, head_dim),) * len(layer_types),
         tie_word_embeddings=config.get_bool("tie_word_embeddings", tie_word_embeddings),
         attn_scale=head_dim**-0.5,
         qkv_bias=qkv_bias,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
-from foreword.models.decoder_config import DecoderConfig, read_decoder_config
+from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_head_dim
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 
@@ -32,7 +32,9 @@ class Ernie45(Decoder):
             mlp_bias=bias,
             tie_word_embeddings=True,
         )
-        if any(layer_type.rope.rotary_dim != base.head_dim for layer_type in base.layer_types):
+        if any(
+            layer_type.rope.rotary_dim != read_head_dim(config, HEAD_DIM) for layer_type in base.layer_types
+        ):
             raise config.error("partial_rotary_factor", "must be 1 here")
         return replace(base, interleaved_rope=True)
 

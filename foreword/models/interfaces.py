@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, LayerCache
+from foreword.core.batch import Batch, CacheShape, LayerCache
 from foreword.core.images import PromptImage
-from foreword.core.states import StateShape
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLayers
 from foreword.planning.memory import ModelInfo
@@ -63,7 +62,7 @@ class Model(Protocol):
     ops: Ops
     info: ModelInfo
     vocab_size: int  # V: width of the logits
-    cache_shapes: tuple[tuple[int, int] | StateShape, ...]  # each layer's (heads, head dimension), or state
+    cache_shapes: tuple[CacheShape, ...]  # one per layer
     vision_encoder: VisionEncoder | None
     lora: LoraLayers
 

@@ -53,9 +53,8 @@ class Lfm2(Decoder):
             config.require_value(key, base.hidden_size)
         for key, value in (("num_heads", base.num_heads), ("block_use_swiglu", True), ("use_pos_enc", True)):
             config.require_value(key, value)
-        return replace(
-            base, conv_bias=bias, state_shapes=read_conv_layers(config, base.hidden_size, kernel_size)
-        )
+        shapes = read_conv_layers(config, base.hidden_size, kernel_size)
+        return replace(base.with_states(shapes), conv_bias=bias)
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""

@@ -48,4 +48,4 @@ class Lfm2Moe(Lfm2):
             score_bias="expert_bias" if config.get_bool("use_expert_bias", True) else None,
         )
         shapes = read_conv_layers(config, base.hidden_size, kernel_size)
-        return replace(base, conv_bias=bias, state_shapes=shapes, moe=moe)
+        return replace(base.with_states(shapes), conv_bias=bias, moe=moe)

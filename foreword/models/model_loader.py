@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 
+from foreword.core.batch import KVShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLimits
@@ -319,9 +320,10 @@ class _GGUFModel:
         progress: Callable[[int, int], None] | None = None,
         device_loader: DeviceLoader | None = None,
     ) -> GGUFWeights:
-        heads = self.config.num_heads, self.config.num_kv_heads
-        shape = next(filter(None, self.config.state_shapes), None)
-        return GGUFWeights(self.gguf, heads, allow_dequantize, progress, device_loader, shape)
+        shapes = self.config.cache_shapes
+        kv_heads = next(shape.heads for shape in shapes if isinstance(shape, KVShape))
+        heads, state = (self.config.num_heads, kv_heads), next(iter(self.config.state_shapes), None)
+        return GGUFWeights(self.gguf, heads, allow_dequantize, progress, device_loader, state)
 
 
 def _open_gguf(path: Path) -> _GGUFModel:

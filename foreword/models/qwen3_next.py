@@ -71,7 +71,7 @@ def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_siz
     if base.activation != "silu":
         raise config.error("hidden_act", "must be silu here")
     shapes = tuple(None if has_attention else shape for has_attention in flags)
-    return replace(base, attn_gate=True, norm_offset=1.0, state_shapes=shapes)
+    return replace(base.with_states(shapes), attn_gate=True, norm_offset=1.0)
 
 
 def read_hybrid_moe(config: ConfigReader, has_experts: list[bool], renormalize: bool) -> MoEConfig:
