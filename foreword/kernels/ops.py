@@ -75,6 +75,15 @@ class ExpertsConfig:
     # "softmax", or "sigmoid": weights are sigmoid(logit), and experts are chosen by it plus their bias
     scoring: str = "softmax"
     scale: float = 1.0  # of the weights
+    # Experts are equal groups in order of ids, and a row chooses from the topk_groups best of them: by the
+    # largest logit ("softmax"), or by the sum of the two largest scores ("sigmoid"); ties to the lowest group
+    num_groups: int = 1
+    topk_groups: int = 1
+
+    def __post_init__(self) -> None:
+        size = self.num_experts // self.num_groups
+        assert self.num_experts % self.num_groups == 0 and 0 < self.topk_groups <= self.num_groups
+        assert self.top_k <= self.topk_groups * size, "more experts than the groups have"
 
 
 @dataclass(frozen=True, slots=True)

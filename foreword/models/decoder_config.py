@@ -25,7 +25,7 @@ ACTIVATIONS = {
 }
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_EXPERTS = 1 << 16  # sum over all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -166,10 +166,14 @@ def read_moe_config(
     is_gpt_oss: bool = False,
     scoring: str = "softmax",
     score_bias: str | None = None,
+    scale: float | None = None,
+    groups: tuple[int, int] | None = None,
 ) -> MoEConfig:
     """Read the experts of a decoder, by default in all layers. Raises CheckpointError.
 
     scoring, score_bias  as in ExpertsConfig and MoEConfig
+    scale                default of `routed_scaling_factor`; None: the family has no such option
+    groups               defaults of `n_group` and `topk_group`, likewise
     """
     num_layers = read_num_layers(config)
     key = next((key for key in EXPERT_COUNT_KEYS if key in config), EXPERT_COUNT_KEYS[0])
@@ -188,7 +192,8 @@ def read_moe_config(
             renormalize,
             activation or config.get_choice("hidden_act", ACTIVATIONS),
             scoring,
-            config.get_float("routed_scaling_factor", 1.0) if scoring == "sigmoid" else 1.0,
+            1.0 if scale is None else config.get_float("routed_scaling_factor", scale),
+            *_read_expert_groups(config, num_experts, top_k, scoring, groups),
         ),
         config.get_int(size_key, high=MAX_HIDDEN_SIZE),
         tuple(has_experts or (True,) * num_layers),
@@ -198,6 +203,23 @@ def read_moe_config(
         is_gpt_oss=is_gpt_oss,
         score_bias=score_bias,
     )
+
+
+def _read_expert_groups(
+    config: ConfigReader, num_experts: int, top_k: int, scoring: str, default: tuple[int, int] | None
+) -> tuple[int, int]:
+    """num_groups and topk_groups of ExpertsConfig."""
+    if default is None:
+        return 1, 1
+    num_groups = config.get_optional_int("n_group", default[0]) or 1
+    topk_groups = config.get_optional_int("topk_group", default[1]) or 1
+    size = num_experts // num_groups
+    if num_experts % num_groups or (num_groups > 1 and size < 2 and scoring == "sigmoid"):
+        raise config.error("n_group", f"{num_groups} does not divide {num_experts} experts into groups")
+    if topk_groups > num_groups or top_k > topk_groups * size:
+        problem = f"{topk_groups} of {num_groups} groups do not have num_experts_per_tok {top_k} experts"
+        raise config.error("topk_group", problem)
+    return num_groups, topk_groups
 
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:

@@ -45,6 +45,7 @@ class Lfm2Moe(Lfm2):
             size_key="moe_intermediate_size",
             has_experts=[index >= num_dense for index in range(read_num_layers(config))],
             scoring="sigmoid",
+            scale=1.0,
             score_bias="expert_bias" if config.get_bool("use_expert_bias", True) else None,
         )
         shapes = read_conv_layers(config, base.hidden_size, kernel_size)

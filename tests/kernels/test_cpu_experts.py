@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -252,6 +252,45 @@ def test_factors_are_sigmoids(isa: str, renormalize: bool) -> None:
     for ops in (cpu_ops_by_threads(isa)[0], ReferenceOps()):
         actual = factors_of(ops, logits, config, bias)
         torch.testing.assert_close(actual.double(), 1.5 * weights / total, rtol=1e-5, atol=1e-7)
+
+
+def choose_in_groups(scores: Tensor, config: ExpertsConfig) -> Tensor:
+    """Experts of each row in order, int64 [T, top_k], one row and group after the other."""
+    size, best = config.num_experts // config.num_groups, []
+    for row in scores.tolist():
+        groups = [sorted(row[first : first + size], reverse=True) for first in range(0, len(row), size)]
+        totals = [sum(group[: 1 + (config.scoring == "sigmoid")]) for group in groups]
+        chosen = sorted(range(config.num_groups), key=lambda group: -totals[group])[: config.topk_groups]
+        ids = [expert for expert in range(len(row)) if expert // size in chosen]
+        best.append(sorted(ids, key=lambda expert: -row[expert])[: config.top_k])
+    return torch.tensor(best)
+
+
+@each_isa
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "topk_groups", "top_k"), [(8, 4, 2, 3), (12, 3, 1, 4), (15, 5, 4, 6)]
+)
+def test_experts_of_the_best_groups(
+    isa: str, scoring: str, num_experts: int, num_groups: int, topk_groups: int, top_k: int
+) -> None:
+    """Ties go to the lowest group: quarters make many of them. Sums of sigmoids tie only up to rounding."""
+    config = ExpertsConfig(num_experts, top_k, False, "silu", scoring, 2.0, num_groups, topk_groups)
+    logits, bias = randn(300, num_experts), randn(num_experts, seed=2) if scoring == "sigmoid" else None
+    if bias is None:
+        logits = (logits * 4).round() / 4
+    scores = logits if bias is None else logits.double().sigmoid().float() + bias
+    chosen = choose_in_groups(scores, config)
+    weights = logits.double().softmax(1) if bias is None else logits.double().sigmoid()
+    expected = torch.zeros_like(weights).scatter(1, chosen, 2.0 * weights.gather(1, chosen))
+    plain = factors_of(REFERENCE, logits, replace(config, num_groups=1, topk_groups=1), bias)
+    assert not torch.allclose(plain.double(), expected), "groups change the choice"
+    for ops in (cpu_ops_by_threads(isa)[0], REFERENCE):
+        actual = factors_of(ops, logits, config, bias)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-7)
+    logits[7, 1] = math.nan
+    broken = factors_of(cpu_ops_by_threads(isa)[0], logits, config, bias)
+    assert broken[7].isnan().all() and not broken[8].isnan().any()
 
 
 @each_isa

@@ -139,6 +139,8 @@ class CpuOps(NativeSampling, UnfusedOps):
                 config.renormalize,
                 ACTIVATIONS[config.activation],
                 config.scoring == "sigmoid",
+                config.num_groups,
+                config.topk_groups,
             ),
             scalars=(config.scale,),
         )

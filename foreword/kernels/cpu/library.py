@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 11  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 12  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -118,7 +118,7 @@ class Instruction(ctypes.Structure):
         ("inputs", Operand * 3),
         ("out", Operand),
         ("object", c_void_p),
-        ("sizes", c_int64 * 4),
+        ("sizes", c_int64 * 6),
         ("numbers", c_float * 2),
     )
 

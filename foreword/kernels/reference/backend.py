@@ -316,7 +316,10 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     is_softmax = config.scoring == "softmax"
     scores = logits if is_softmax else map_values(torch.sigmoid, logits)
     ranked = scores if bias is None else scores + bias
-    order = torch.sort(ranked, dim=1, descending=True, stable=True).indices[:, : config.top_k]
+    order = torch.sort(ranked, dim=1, descending=True, stable=True).indices
+    if config.topk_groups < config.num_groups:
+        order = _of_best_groups(order, ranked, config)
+    order = order[:, : config.top_k]
     powers = scores.gather(1, order)
     all_powers = powers
     if is_softmax:
@@ -327,6 +330,18 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     if is_softmax or config.renormalize:
         powers = powers / _sum_in_order(all_powers)[:, None]
     return order, powers * config.scale
+
+
+def _of_best_groups(order: Tensor, ranked: Tensor, config: ExpertsConfig) -> Tensor:
+    """Experts in `order` of the chosen groups alone: int64 [T, E] -> [T, experts of the groups]."""
+    size = config.num_experts // config.num_groups
+    by_rank = torch.sort(ranked.view(len(ranked), config.num_groups, size), dim=2, descending=True).values
+    group_scores = by_rank[:, :, 0]
+    if config.scoring == "sigmoid" and size > 1:
+        group_scores = group_scores + by_rank[:, :, 1]
+    groups = torch.sort(group_scores, dim=1, descending=True, stable=True).indices[:, : config.topk_groups]
+    is_chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
+    return order[is_chosen.gather(1, order // size)].view(len(order), config.topk_groups * size)
 
 
 def cu_seqlens_to_lens(cu_seqlens: Sequence[int]) -> list[int]:

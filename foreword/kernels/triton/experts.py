@@ -64,6 +64,8 @@ class TritonExperts(TritonLinear):
             NUM_EXPERTS=config.num_experts,
             RENORMALIZE=config.renormalize,
             SIGMOID=config.scoring == "sigmoid",
+            NUM_GROUPS=config.num_groups,
+            TOPK_GROUPS=config.topk_groups,
             RANKS=triton.next_power_of_2(config.top_k),
             BLOCK=max(triton.next_power_of_2(config.num_experts), 32),
             PDL=pdl,
@@ -129,16 +131,51 @@ def max_row_tiles(num_pairs: int, config: ExpertsConfig, tile_rows: int) -> int:
 
 
 @triton.jit
+def _sort_key(values):
+    """float32 -> int32 in the same order: zeros are equal, NaN comes last."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    bits = tl.where(values != values, NAN_BITS, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _choose_groups(
+    keys, values, expert, inside,
+    SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SUM_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """int32 [BLOCK]: 1 for experts of the chosen groups of SIZE."""
+    group = expert // SIZE
+    group_keys = tl.full(keys.shape, TAKEN, tl.int32)  # by expert: that of its group
+    for number in range(NUM_GROUPS):
+        mine = inside & (group == number)
+        own = tl.where(mine, keys, TAKEN)
+        best = tl.min(tl.where(own == tl.max(own, 0), expert, NUM_GROUPS * SIZE), 0)
+        score = tl.sum(tl.where(expert == best, values, 0.0), 0)
+        if SUM_OF_TWO and SIZE > 1:
+            own = tl.where(expert == best, TAKEN, own)
+            second = tl.min(tl.where(own == tl.max(own, 0), expert, NUM_GROUPS * SIZE), 0)
+            score += tl.sum(tl.where(expert == second, values, 0.0), 0)
+        group_keys = tl.where(mine, _sort_key(score), group_keys)
+    chosen = tl.zeros(keys.shape, tl.int32)
+    for _ in range(TOPK_GROUPS):
+        best = tl.min(tl.where(group_keys == tl.max(group_keys, 0), group, NUM_GROUPS), 0)
+        chosen = tl.where(inside & (group == best), 1, chosen)
+        group_keys = tl.where(group == best, TAKEN, group_keys)
+    return chosen
+
+
+@triton.jit
 def _route_kernel(
     logits, bias, chosen, shares, scale,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Experts of the TOP_K largest scores of a row, ties to the lowest id, and their weights.
 
     Scores are logits, and weights shares of the softmax; or (SIGMOID) scores are sigmoids plus the bias
     [NUM_EXPERTS] or None, and weights the sigmoids. logits float32 [T, NUM_EXPERTS]; chosen int32 and shares
-    float32 [T, TOP_K], in order of falling scores.
+    float32 [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see ExpertsConfig.
     """
     if PDL:
         gdc_wait()
@@ -153,9 +190,12 @@ def _route_kernel(
         values = weights
         if bias is not None:
             values += tl.load(bias + expert, mask=inside, other=0.0)
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    bits = tl.where(values != values, NAN_BITS, bits)
-    keys = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
+    keys = tl.where(inside, _sort_key(values), TAKEN)
+    if TOPK_GROUPS < NUM_GROUPS:
+        chosen_groups = _choose_groups(
+            keys, values, expert, inside, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, TOPK_GROUPS, SIGMOID
+        )
+        keys = tl.where(chosen_groups == 1, keys, TAKEN)
     ranks = tl.arange(0, RANKS)
     top_values = tl.zeros([RANKS], tl.float32)
     highest, total = 0.0, 0.0

@@ -67,6 +67,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
 @settings(max_examples=examples(10))
 @given(
     sizes=st.sampled_from([(4, 1), (4, 4), (7, 3), (40, 8)]),
+    groups=st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4)]),
     rows=st.integers(0, 40),
     shape=st.sampled_from([(40, 24), (300, 70)]),
     renormalize=st.booleans(),
@@ -77,9 +78,12 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
     scoring=st.sampled_from(["softmax", "sigmoid"]),
 )
 def test_experts_match_reference(
-    sizes, rows, shape, renormalize, activation, kind, bias, has_residual, scoring
+    sizes, groups, rows, shape, renormalize, activation, kind, bias, has_residual, scoring
 ) -> None:
-    config = ExpertsConfig(*sizes, renormalize, activation, scoring, 1.0 if scoring == "softmax" else 1.7)
+    fits = sizes[0] % groups[0] == 0 and sizes[1] <= sizes[0] // groups[0] * groups[1]
+    scale = 1.0 if scoring == "softmax" else 1.7
+    rule = (renormalize, activation, scoring, scale)
+    config = ExpertsConfig(*sizes, *rule, *(groups if fits else (1, 1)))
     hidden, inner = shape
     x, logits = normal(rows, hidden, seed=1), normal(rows, config.num_experts, seed=2) * 2
     residual = normal(rows, hidden, seed=3) if has_residual else None
@@ -119,6 +123,16 @@ def test_ties_go_to_the_lowest_id(renormalize: bool) -> None:
         ]
     )
     x = normal(4, 32, seed=0)
+    results = [
+        ops.experts(x, logits, pack(ops, config, 32, 16), config) for ops in (TritonOps(), ReferenceOps())
+    ]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_ties_of_groups_go_to_the_lowest(scoring: str) -> None:
+    config = ExpertsConfig(12, 4, True, "silu", scoring, 1.0, 4, 2)
+    x, logits = normal(40, 32, seed=0), (normal(40, 12, seed=1) * 2).round() / 2
     results = [
         ops.experts(x, logits, pack(ops, config, 32, 16), config) for ops in (TritonOps(), ReferenceOps())
     ]
@@ -237,7 +251,9 @@ def test_small_kernels_compile_without_spilling() -> None:
     kernels = {
         "_route_kernel": (
             {"logits": "*fp32", "bias": "*fp32", "chosen": "*i32", "shares": "*fp32", "scale": "fp32"},
-            {"TOP_K": 8, "NUM_EXPERTS": 128, "RENORMALIZE": True, "SIGMOID": True, "RANKS": 8, "BLOCK": 128},
+            dict.fromkeys(("TOP_K", "NUM_GROUPS", "RANKS"), 8)
+            | dict.fromkeys(("NUM_EXPERTS", "BLOCK"), 256)
+            | {"TOPK_GROUPS": 4, "RENORMALIZE": True, "SIGMOID": True},
         ),
         "_group_kernel": (
             dict.fromkeys(("chosen", "places", "input_rows", "tiles"), "*i32")

@@ -56,7 +56,7 @@ struct Instruction {
     Operand in[3];
     Operand out;
     const void* object;
-    int64_t sizes[4];
+    int64_t sizes[6];
     float numbers[2];
 };
 

@@ -19,18 +19,34 @@ constexpr int64_t MEMORY_BYTES = 128 << 20;     // that the rows of one pass tak
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are laid out sooner than a thread wakes
 constexpr int64_t LINE = 64;                    // bytes: the alignment of rows and panels
 
-// The `top_k` first entries of the ranking by values[id]; false if a value is NaN.
-bool rank_experts(const float* values, int64_t count, int64_t top_k, std::vector<Entry>& best) {
-    bool usable = true;
-    best.reserve(top_k + 1);
-    for (int64_t id = 0; id < count; id++) {
+// Keep the `count` first entries of the ranking of `best` and the ids [begin, end) by values[id].
+void rank(const float* values, int64_t begin, int64_t end, int64_t count, std::vector<Entry>& best) {
+    best.reserve(count + 1);
+    for (int64_t id = begin; id < end; id++) {
         const Entry entry{values[id], static_cast<int32_t>(id)};
-        usable &= !std::isnan(entry.value);
-        if (static_cast<int64_t>(best.size()) == top_k && !ranks_before(entry, best.back())) continue;
+        if (static_cast<int64_t>(best.size()) == count && !ranks_before(entry, best.back())) continue;
         best.insert(std::upper_bound(best.begin(), best.end(), entry, ranks_before), entry);
-        if (static_cast<int64_t>(best.size()) > top_k) best.pop_back();
+        if (static_cast<int64_t>(best.size()) > count) best.pop_back();
     }
-    return usable;
+}
+
+// The `top_k` first experts of the ranking by values[id], of the best groups alone; see ExpertsArgs.
+std::vector<Entry> rank_experts(const float* values, const ExpertsArgs& args) {
+    const int64_t size = args.experts.count / args.groups;
+    std::vector<Entry> best, groups;
+    if (args.top_groups == args.groups) {
+        rank(values, 0, args.experts.count, args.top_k, best);
+        return best;
+    }
+    std::vector<float> scores(args.groups);
+    for (int64_t group = 0; group < args.groups; group++) {
+        std::vector<Entry> first;
+        rank(values, group * size, (group + 1) * size, args.sigmoid && size > 1 ? 2 : 1, first);
+        for (const Entry& entry : first) scores[group] += entry.value;
+    }
+    rank(scores.data(), 0, args.groups, args.top_groups, groups);
+    for (const Entry& group : groups) rank(values, group.id * size, (group.id + 1) * size, args.top_k, best);
+    return best;
 }
 
 double sigmoid_of(double x) {
@@ -63,7 +79,6 @@ void weigh_by_softmax(const float* logits, const ExpertsArgs& args, const std::v
 // The chosen experts of a row, by rank, and their factors.
 void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
     const int64_t count = args.experts.count;
-    std::vector<Entry> best;
     std::vector<float> scores;
     if (args.sigmoid) {
         scores.resize(count);
@@ -72,7 +87,9 @@ void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chose
             scores[id] = std::isnan(logits[id]) ? NAN : args.experts.bias == nullptr ? score : score + args.experts.bias[id];
         }
     }
-    const bool usable = rank_experts(args.sigmoid ? scores.data() : logits, count, args.top_k, best);
+    const float* values = args.sigmoid ? scores.data() : logits;
+    const bool usable = std::none_of(values, values + count, [](float value) { return std::isnan(value); });
+    const std::vector<Entry> best = rank_experts(values, args);
     (args.sigmoid ? weigh_by_sigmoid : weigh_by_softmax)(logits, args, best, factors);
     for (int64_t rank = 0; rank < args.top_k; rank++) {
         chosen[rank] = best[rank].id;
