@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
@@ -125,7 +124,6 @@ class Lexer:
     """A cache of lexer states, of all matchers made here. Its error ends all of them."""
 
     prototype: LLMatcher
-    max_cost: float  # largest cost of the states of outputs, in llguidance's fuel
     base_cost: int = 0  # cost at the first output
     _cost: int = 0  # when last read
     unread_s: float = 0.0  # time of the masks since then
@@ -143,10 +141,10 @@ class Lexer:
 
     def is_full(self, llg: LLMatcher) -> bool:
         """Whether the states cost too much for a shared lexer; `llg` has computed the last mask."""
-        if self._cost + self.unread_s * limits.MAX_COST_PER_S > self.max_cost:
+        if self._cost + self.unread_s * limits.MAX_COST_PER_S > limits.MAX_LEXER_COST:
             self._cost = self.read_cost(llg)
             self.unread_s = 0.0
-        return self._cost > self.max_cost
+        return self._cost > limits.MAX_LEXER_COST
 
     def read_cost(self, llg: LLMatcher) -> int:
         """Cost of the states of outputs at the last mask of `llg`; only llguidance's errors tell it."""
@@ -174,11 +172,8 @@ class CompiledGrammar:
         self._num_lexers = num_lexers
         self._lock = threading.Lock()
         begin = time.thread_time()
-        self._is_cheap = True
         self._lexers = [self.new_lexer()]
         self._is_cheap = time.thread_time() - begin < RECOMPILE_CPU_S
-        if not self._is_cheap:
-            self._lexers[0].max_cost = math.inf
         self._num_uses = 0
 
     @property
@@ -217,7 +212,7 @@ class CompiledGrammar:
             if self.kind == "tools":
                 reason = _name_tool(reason, structured.text)
             raise InvalidRequest(f"{structured.field}: {reason}", structured.field)
-        lexer = Lexer(llg, limits.MAX_LEXER_COST if self._is_cheap else math.inf)
+        lexer = Lexer(llg)
         first = llg.deep_copy()
         first.compute_bitmask()  # gives the lexer the fuel of a step, which all its matchers spend
         lexer.base_cost = lexer.read_cost(first)

@@ -423,10 +423,14 @@ def _check_drafted(grammars: GrammarManager, case: Case, draw: random.Random) ->
         at += accepted
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("seed", range(examples(20)))
-def test_failure_depends_on_the_tokens_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts, other requests, a warm lexer and resumption change no mask and no failure."""
+def test_failure_depends_on_the_tokens_alone(
+    seed: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, other requests, a warm lexer, slow compilation and resumption change no mask and no failure."""
     draw = random.Random(seed)
+    monkeypatch.setattr(compiler_module, "RECOMPILE_CPU_S", 0.0 if is_slow else 10.0)
     cost = draw.choice((8_000, 40_000, 200_000))
     monkeypatch.setattr(limits, "MAX_ROW_COST", cost)
     monkeypatch.setattr(limits, "MAX_LEXER_COST", cost * 4 // 5)
