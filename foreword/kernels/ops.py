@@ -289,6 +289,27 @@ class Ops(Protocol):
         batch.anchor_tables are written. Source: arXiv 2412.06464.
         """
 
+    def ssm_scan(
+        self,
+        cbx: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        skips: Tensor,
+        limits: tuple[float, float],
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        """cbx [T, 2 * key heads * key dim + value heads * value dim] -> [T, value heads, value dim].
+
+        Mamba-2, the gated delta rule without its correction. For each value head, whose C and B are those of
+        key head h // (value heads / key heads), in float32:
+            S_t = exp(-rates * s_t) S_(t-1) + B_t u_t^T,  u_t = s_t x_t,  y_t = S_t^T C_t + skips * x_t
+        where s_t = softplus(time_steps_t + offsets) within `limits`; rates, offsets and skips float32
+        [value heads], time_steps [T, value heads]. A row leaves B_t, u_t and the sum of log decays in the
+        ring, as in gated_delta_rule(). Source: arXiv 2405.21060.
+        """
+
     def embedding(
         self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:

@@ -178,6 +178,8 @@ def test_state_outside_of_its_memory_is_refused(case: str) -> None:
         ops.causal_conv(x, weight, None, "silu", state, bad)
     with pytest.raises(ValueError, match="a request's state is outside of its memory"):
         ops.gated_delta_rule(x, x[:, :2], x[:, :2], vector, vector, state, bad)
+    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+        ops.ssm_scan(x, x[:, :2], vector, vector, vector, (0.0, 1.0), state, bad)
     assert all(bool((memory == SENTINEL).all()) for memory in around)
 
 
@@ -200,7 +202,9 @@ def test_states_are_written_within_their_memory() -> None:
         for tensor in (state.inputs, state.tails, state.keys, state.updates, state.decays, state.matrices)
     ]
     ops.causal_conv(x, torch.ones(4, 64), None, "silu", state, batch)
-    ops.gated_delta_rule(x, x[:, :2], x[:, :2], torch.ones(2), torch.ones(2), state, batch)
+    vector = torch.ones(2)
+    ops.gated_delta_rule(x, x[:, :2], x[:, :2], vector, vector, state, batch)
+    ops.ssm_scan(x, x[:, :2], vector, vector, vector, (0.0, 1.0), state, batch)
     for memory, size in zip(around, sizes, strict=True):
         inner = memory[4096 : 4096 + size]
         assert bool((inner != SENTINEL).any())

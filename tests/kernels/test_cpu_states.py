@@ -42,7 +42,10 @@ SHAPES = (  # one and several value heads for each key head; whole and partial t
     shape_of(2, 4, 16, 32, 4),
     shape_of(2, 6, 48, 80, 3),
     shape_of(1, 2, 128, 128, 16),
+    shape_of(1, 9, 16, 48, 4),  # heads of several work items
 )
+each_rule = pytest.mark.parametrize("is_scan", [False, True], ids=["delta", "scan"])
+LIMITS = 0.4, 2.0  # of time steps
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.key_dim}-{s.value_dim}")
 
 Span = tuple[int, int, int]  # request, first position, end
@@ -55,12 +58,14 @@ class Requests:
 
     shape: StateShape
     dtype: torch.dtype
+    is_scan: bool = False  # Mamba-2 instead of the gated delta rule
 
     def __post_init__(self) -> None:
         shape, heads = self.shape, self.shape.value_heads
         self.conv_weight = randn(shape.kernel_size, shape.channels, seed=1)
         self.conv_bias = randn(shape.channels, seed=2)
         self.rates, self.offsets = 0.3 * randn(heads, seed=3).exp(), randn(heads, seed=4)
+        self.skips = randn(heads, seed=5)
         self.inputs = [self.random_inputs(length, seed) for seed, length in enumerate(LENGTHS)]
 
     def random_inputs(self, length: int, seed: int) -> Tensor:
@@ -97,12 +102,15 @@ class Requests:
         return build_batch(chunks, 16, 1, "cpu", with_states=True)
 
     def run(self, ops: Ops, state: StateLayer, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Both convolutions and the gated delta rule of rows x."""
+        """Both convolutions and the rule of rows x."""
         size, heads = self.shape.channels, self.shape.value_heads
         qkv, alpha, beta = x[:, :size], x[:, size : size + heads], x[:, size + heads :]
         plain = ops.causal_conv(qkv, self.conv_weight, self.conv_bias, "none", state, batch)
         active = ops.causal_conv(qkv, self.conv_weight, None, "silu", state, batch)
-        return plain, active, ops.gated_delta_rule(qkv, alpha, beta, self.rates, self.offsets, state, batch)
+        rates = self.rates, self.offsets
+        if self.is_scan:
+            return plain, active, ops.ssm_scan(qkv, alpha, *rates, self.skips, LIMITS, state, batch)
+        return plain, active, ops.gated_delta_rule(qkv, alpha, beta, *rates, state, batch)
 
     def run_steps(
         self, ops: Ops, steps: Sequence[Sequence[Span]], keep_all: bool = True, repeat: bool = False
@@ -154,7 +162,7 @@ def random_steps(seed: int) -> list[list[Span]]:
 
 
 def textbook(requests: Requests, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolutions and the recurrence of the gated delta rule in float64, one token after the other."""
+    """Convolutions and the recurrence of the rule in float64, one token after the other."""
     shape, heads, wide = requests.shape, requests.shape.value_heads, x.double()
     qkv = wide[:, : shape.channels]
     padded = F.pad(qkv.t()[None], (shape.kernel_size - 1, 0))
@@ -162,6 +170,8 @@ def textbook(requests: Requests, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     plain = F.conv1d(padded, kernel, requests.conv_bias.double(), groups=shape.channels)[0].t()
     active = F.silu(F.conv1d(padded, kernel, groups=shape.channels)[0].t())
     keys, group = shape.key_heads * shape.key_dim, heads // shape.key_heads
+    if requests.is_scan:
+        return plain, active, textbook_scan(requests, wide)
     q, k = (part.reshape(len(x), shape.key_heads, -1) for part in qkv[:, : 2 * keys].chunk(2, 1))
     q, k = (
         (y * torch.rsqrt((y * y).sum(2, keepdim=True) + 1e-6)).repeat_interleave(group, 1) for y in (q, k)
@@ -179,6 +189,24 @@ def textbook(requests: Requests, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return plain, active, torch.stack(rows)
 
 
+def textbook_scan(requests: Requests, x: Tensor) -> Tensor:
+    shape, heads, rows = requests.shape, requests.shape.value_heads, []
+    keys, group = shape.key_heads * shape.key_dim, heads // shape.key_heads
+    c, b = (
+        part.reshape(len(x), shape.key_heads, -1).repeat_interleave(group, 1)
+        for part in x[:, : 2 * keys].chunk(2, 1)
+    )
+    values = x[:, 2 * keys : shape.channels].reshape(len(x), heads, -1)
+    steps = F.softplus(x[:, shape.channels :][:, :heads] + requests.offsets.double()).clamp(*LIMITS)
+    state = torch.zeros(heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
+    for t in range(len(x)):
+        decay = torch.exp(-requests.rates.double() * steps[t])
+        update = steps[t][:, None] * values[t]
+        state = decay[:, None, None] * state + b[t][:, :, None] * update[:, None, :]
+        rows.append(torch.einsum("hkv,hk->hv", state, c[t]) + requests.skips[:, None] * values[t])
+    return torch.stack(rows)
+
+
 def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -186,8 +214,9 @@ def error(actual: Tensor, expected: Tensor) -> float:
 @each_isa
 @each_type
 @each_shape
-def test_values_equal_the_textbook(isa: str, dtype: torch.dtype, shape: StateShape) -> None:
-    requests = Requests(shape, dtype)
+@each_rule
+def test_values_equal_the_textbook(isa: str, dtype: torch.dtype, shape: StateShape, is_scan: bool) -> None:
+    requests = Requests(shape, dtype, is_scan)
     for request in range(len(LENGTHS)):
         actual = requests.run_steps(cpu_ops_by_threads(isa)[1], whole(request))[request]
         for values, expected in zip(actual, textbook(requests, requests.inputs[request]), strict=True):
@@ -196,10 +225,11 @@ def test_values_equal_the_textbook(isa: str, dtype: torch.dtype, shape: StateSha
 
 @each_isa
 @each_type
+@each_rule
 @pytest.mark.parametrize("shape", SHAPES[1:2], ids=["16-32"])
-def test_values_equal_the_reference(isa: str, dtype: torch.dtype, shape: StateShape) -> None:
+def test_values_equal_the_reference(isa: str, dtype: torch.dtype, shape: StateShape, is_scan: bool) -> None:
     """The reference is closer than the textbook: it rounds keys and updates as the kernels do."""
-    requests, steps = Requests(shape, dtype), random_steps(1)
+    requests, steps = Requests(shape, dtype, is_scan), random_steps(1)
     reference = requests.run_steps(ReferenceOps(), steps)
     actual = requests.run_steps(cpu_ops_by_threads(isa)[0], steps)
     for ours, theirs in zip(actual, reference, strict=True):
@@ -210,9 +240,12 @@ def test_values_equal_the_reference(isa: str, dtype: torch.dtype, shape: StateSh
 @each_isa
 @each_type
 @each_shape
-def test_cuts_neighbours_and_threads_change_no_bit(isa: str, dtype: torch.dtype, shape: StateShape) -> None:
+@each_rule
+def test_cuts_neighbours_and_threads_change_no_bit(
+    isa: str, dtype: torch.dtype, shape: StateShape, is_scan: bool
+) -> None:
     """Steps that are run twice too: the second time they read and write the same."""
-    requests = Requests(shape, dtype)
+    requests = Requests(shape, dtype, is_scan)
     alone = [requests.run_steps(cpu_ops_by_threads(isa)[0], whole(i))[i] for i in range(len(LENGTHS))]
     for seed, ops in enumerate(cpu_ops_by_threads(isa)):
         crowd = requests.run_steps(ops, random_steps(seed), keep_all=seed == 1, repeat=True)
@@ -222,9 +255,10 @@ def test_cuts_neighbours_and_threads_change_no_bit(isa: str, dtype: torch.dtype,
 
 @each_isa
 @each_type
-def test_rejected_rows_change_no_bit(isa: str, dtype: torch.dtype) -> None:
+@each_rule
+def test_rejected_rows_change_no_bit(isa: str, dtype: torch.dtype, is_scan: bool) -> None:
     """Single tokens with drafts of other inputs behind them, across anchors."""
-    requests, ops = Requests(SHAPES[1], dtype), cpu_ops_by_threads(isa)[0]
+    requests, ops = Requests(SHAPES[1], dtype, is_scan), cpu_ops_by_threads(isa)[0]
     expected, state = requests.run_steps(ops, whole(0))[0], requests.make_state()
     wrong = requests.random_inputs(MAX_ROWS - 1, seed=99)
     chance, start = random.Random(5), 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
-from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE
+from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE, StateShape
 from foreword.kernels.cpu.library import (
     ISAS,
     AddressSpace,
@@ -188,15 +188,40 @@ class CpuOps(NativeSampling, UnfusedOps):
         heads = shape.value_heads
         assert qkv.dtype == alpha.dtype == beta.dtype == state.keys.dtype == state.updates.dtype
         assert alpha.shape == beta.shape == (rows, heads) and rates.shape == offsets.shape == (heads,)
-        assert qkv.shape[1] == 2 * shape.key_heads * shape.key_dim + heads * shape.value_dim
-        multiple = HEAD_DIM_MULTIPLE
-        assert shape.key_dim % multiple == shape.value_dim % multiple == heads % shape.key_heads == 0
+        _check_heads(shape, qkv)
         return self._execute(
             Opcode.DELTA_RULE,
             (qkv, alpha, beta),
             torch.empty(rows, heads, shape.value_dim, dtype=qkv.dtype),
             target=_state_operation(state, rates, offsets),
             keep_alive=(state, rates, offsets),
+            batch=batch,
+        )
+
+    def ssm_scan(
+        self,
+        cbx: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        skips: Tensor,
+        limits: tuple[float, float],
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        shape, rows = state.shape, cbx.shape[0]
+        vectors = rates, offsets, skips
+        assert cbx.dtype == time_steps.dtype == state.keys.dtype == state.updates.dtype
+        assert time_steps.shape == (rows, shape.value_heads)
+        assert all(vector.shape == (shape.value_heads,) for vector in vectors)
+        _check_heads(shape, cbx)
+        return self._execute(
+            Opcode.SSM_SCAN,
+            (cbx, time_steps),
+            torch.empty(rows, shape.value_heads, shape.value_dim, dtype=cbx.dtype),
+            target=_state_operation(state, *vectors),
+            keep_alive=(state, vectors),
+            scalars=limits,
             batch=batch,
         )
 
@@ -401,9 +426,18 @@ def _make_operand(tensor: Tensor) -> Operand:
     return Operand(AddressSpace.ABSOLUTE, tensor.data_ptr(), 0, tensor.stride(0) * tensor.itemsize)
 
 
-def _state_operation(state: StateLayer, weight: Tensor, bias: Tensor | None) -> StateOperation:
+def _check_heads(shape: StateShape, inputs: Tensor) -> None:
+    assert inputs.shape[1] == 2 * shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
+    assert shape.key_dim % HEAD_DIM_MULTIPLE == shape.value_dim % HEAD_DIM_MULTIPLE == 0
+    assert shape.value_heads % shape.key_heads == 0
+
+
+def _state_operation(
+    state: StateLayer, weight: Tensor, bias: Tensor | None, skips: Tensor | None = None
+) -> StateOperation:
     shape, tensors = state.shape, (state.inputs, state.tails, state.keys, state.updates)
-    vectors = [vector for vector in (weight, bias, state.decays, state.matrices) if vector is not None]
+    optional = (weight, bias, skips, state.decays, state.matrices)
+    vectors = [vector for vector in optional if vector is not None]
     assert all(tensor.is_contiguous() for tensor in (*tensors, *vectors))
     assert all(vector.dtype == torch.float32 for vector in vectors)
     assert state.inputs.shape[1] == state.keys.shape[1] == state.updates.shape[1] == state.decays.shape[1]
@@ -422,8 +456,7 @@ def _state_operation(state: StateLayer, weight: Tensor, bias: Tensor | None) -> 
         *(tensor.data_ptr() for tensor in tensors),
         state.decays.data_ptr(),
         state.matrices.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        *(None if vector is None else vector.data_ptr() for vector in (weight, bias, skips)),
     )
 
 

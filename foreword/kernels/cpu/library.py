@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 12  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 14  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -80,6 +80,7 @@ class Opcode(IntEnum):
     GATE = 14
     CAUSAL_CONV = 15
     DELTA_RULE = 16
+    SSM_SCAN = 17
 
 
 class AddressSpace(IntEnum):
@@ -235,6 +236,7 @@ class StateOperation(ctypes.Structure):
         ("matrices", c_void_p),
         ("weight", c_void_p),
         ("bias", c_void_p),
+        ("skips", c_void_p),
     )
 
 

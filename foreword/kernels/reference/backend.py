@@ -26,7 +26,7 @@ from foreword.kernels.reference.attention import (
     map_values,
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
-from foreword.kernels.reference.states import GATES, causal_conv, gated_delta_rule
+from foreword.kernels.reference.states import GATES, causal_conv, gated_delta_rule, ssm_scan
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # constants of "gpt_oss"
 
@@ -168,6 +168,19 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         batch: Batch,
     ) -> Tensor:
         return gated_delta_rule(qkv, alpha, beta, rates, offsets, state, batch)
+
+    def ssm_scan(
+        self,
+        cbx: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        skips: Tensor,
+        limits: tuple[float, float],
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        return ssm_scan(cbx, time_steps, rates, offsets, skips, limits, state, batch)
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
         """See Ops.add_lora: each row alone, so that no other row can change its bits."""

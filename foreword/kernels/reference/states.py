@@ -103,10 +103,7 @@ def gated_delta_rule(
     ring = state.keys.shape[1]
     matrix = torch.zeros(0)
     for span in _spans(batch):
-        if span.anchor != NO_ANCHOR and span.first >= SEGMENT:
-            matrix = state.matrices[span.anchor]
-        elif span.first < SEGMENT:
-            matrix = torch.zeros_like(state.matrices[0])
+        matrix = _matrix_before(matrix, state, span)
         segment_start = span.first // SEGMENT * SEGMENT
         keys, updates, decays = state.keys[span.slot], state.updates[span.slot], state.decays[span.slot]
         for row, position in enumerate(range(span.first, span.first + len(span.rows)), span.rows.start):
@@ -138,6 +135,56 @@ def gated_delta_rule(
             if span.next_anchor != NO_ANCHOR:
                 state.matrices[span.next_anchor] = matrix
     return out
+
+
+def ssm_scan(
+    cbx: Tensor,
+    time_steps: Tensor,
+    rates: Tensor,
+    offsets: Tensor,
+    skips: Tensor,
+    limits: tuple[float, float],
+    state: StateLayer,
+    batch: Batch,
+) -> Tensor:
+    """See Ops.ssm_scan."""
+    shape = state.shape
+    out = cbx.new_zeros(cbx.shape[0], shape.value_heads, shape.value_dim)
+    keys_size, group = shape.key_heads * shape.key_dim, shape.value_heads // shape.key_heads
+    ring = state.keys.shape[1]
+    matrix = torch.zeros(0)
+    for span in _spans(batch):
+        matrix = _matrix_before(matrix, state, span)
+        segment_start = span.first // SEGMENT * SEGMENT
+        keys, updates, decays = state.keys[span.slot], state.updates[span.slot], state.decays[span.slot]
+        for row, position in enumerate(range(span.first, span.first + len(span.rows)), span.rows.start):
+            c, b = (part.view(shape.key_heads, -1) for part in cbx[row, : 2 * keys_size].chunk(2))
+            c = c.to(torch.float32).repeat_interleave(group, 0)
+            x = cbx[row, 2 * keys_size :].to(torch.float32).view(shape.value_heads, -1)
+            time_step = F.softplus(time_steps[row].to(torch.float32) + offsets).clamp(*limits)
+            decay = -rates * time_step
+            if position > segment_start:
+                decay = decays[(position - 1) % ring] + decay
+            keys[position % ring], updates[position % ring] = b, time_step[:, None] * x
+            decays[position % ring] = decay
+            total = torch.exp(decay)[:, None] * torch.einsum("hkv,hk->hv", matrix, c)
+            for index in (torch.arange(segment_start, position + 1) % ring).tolist():
+                factor = torch.exp(decay - decays[index])
+                key = keys[index].to(torch.float32).repeat_interleave(group, 0)
+                total = total + (factor * (key * c).sum(1))[:, None] * updates[index].to(torch.float32)
+            out[row] = total + skips[:, None] * x
+        if span.is_full:
+            matrix = _advance(matrix, state, span, group)
+            if span.next_anchor != NO_ANCHOR:
+                state.matrices[span.next_anchor] = matrix
+    return out
+
+
+def _matrix_before(matrix: Tensor, state: StateLayer, span: _Span) -> Tensor:
+    """The state before a span: of its anchor, zeros, or `matrix`, that after the span before."""
+    if span.anchor != NO_ANCHOR and span.first >= SEGMENT:
+        return state.matrices[span.anchor]
+    return torch.zeros_like(state.matrices[0]) if span.first < SEGMENT else matrix
 
 
 def _normalize(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers with state on Triton: short convolutions, and gated delta rules.
+"""Layers with state on Triton: short convolutions, gated delta rules and Mamba-2's scans.
 
 Sums over the channels of a key, and over the places of a segment, add one product after the other, for all
 rows and columns of a tile at once. So no bit depends on the size of tiles, and a row computes the same
@@ -75,8 +75,38 @@ class TritonStates:
         batch: Batch,
     ) -> Tensor:
         """See Ops.gated_delta_rule."""
+        assert beta.stride(1) == 1
+        return self._run_rule(qkv, alpha, beta, rates, offsets, None, (0.0, 0.0), state, batch)
+
+    def ssm_scan(
+        self,
+        cbx: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        offsets: Tensor,
+        skips: Tensor,
+        limits: tuple[float, float],
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        """See Ops.ssm_scan."""
+        return self._run_rule(cbx, time_steps, None, rates, offsets, skips, limits, state, batch)
+
+    def _run_rule(
+        self,
+        qkv: Tensor,
+        alpha: Tensor,
+        beta: Tensor | None,
+        rates: Tensor,
+        offsets: Tensor,
+        skips: Tensor | None,
+        limits: tuple[float, float],
+        state: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        """The gated delta rule, or without beta the scan; limits: of the scan's time steps."""
         shape, num_rows, device = state.shape, len(qkv), qkv.device
-        assert qkv.stride(1) == alpha.stride(1) == beta.stride(1) == 1 and qkv.dtype == state.keys.dtype
+        assert qkv.stride(1) == alpha.stride(1) == 1 and qkv.dtype == state.keys.dtype
         assert shape.key_dim % 16 == shape.value_dim % 16 == 0 and batch.anchor_tables is not None
         out = torch.empty(num_rows, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=device)
         if not num_rows:
@@ -89,6 +119,7 @@ class TritonStates:
             "KEY_DIM": shape.key_dim,
             "RING": state.keys.shape[1],
             "ROWS": next((tile for tile in ROW_TILES if tile >= rows_per_request), ROW_TILES[-1]),
+            "IS_SCAN": beta is None,
             "PDL": pdl,
         }
         options: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, "launch_pdl": pdl}
@@ -96,9 +127,10 @@ class TritonStates:
         queries = torch.empty(keys.shape, dtype=torch.float32, device=device)
         dots = torch.empty(2, num_rows, shape.key_heads, states.SEGMENT, dtype=torch.float32, device=device)
         decays = torch.empty(num_rows, shape.value_heads, dtype=torch.float32, device=device)
+        steps = torch.empty_like(decays) if beta is None else beta
         prepare_kernel[requests, segments, shape.key_heads](
-            *(qkv, alpha, rates, offsets, keys, queries, *dots, decays, state.keys, state.decays),
-            *(*request_arguments(batch), qkv.stride(0), alpha.stride(0)),
+            *(qkv, alpha, rates, offsets, *limits, keys, queries, *dots, decays, steps),
+            *(state.keys, state.decays, *request_arguments(batch), qkv.stride(0), alpha.stride(0)),
             GROUP_BLOCK=triton.next_power_of_2(sizes["GROUP"]),
             BLOCK=triton.next_power_of_2(shape.key_dim),
             **sizes,
@@ -107,9 +139,9 @@ class TritonStates:
         block = COLUMN_BLOCK if shape.value_dim % COLUMN_BLOCK == 0 else 16
         # The last program of a head writes zeros to rows of padding.
         delta_kernel[requests + 1, shape.value_heads, shape.value_dim // block](
-            *(qkv, beta, keys, queries, *dots, decays, state.keys, state.updates, state.decays),
+            *(qkv, steps, skips, keys, queries, *dots, decays, state.keys, state.updates, state.decays),
             *(state.matrices, self._unanchored(state, batch), out),
-            *(*request_arguments(batch), batch.anchor_tables, segments, qkv.stride(0), beta.stride(0)),
+            *(*request_arguments(batch), batch.anchor_tables, segments, qkv.stride(0), steps.stride(0)),
             VALUE_DIM=shape.value_dim,
             KEY_BLOCK=triton.next_power_of_2(shape.key_dim),
             BLOCK=block,
@@ -244,6 +276,7 @@ def _softplus(x):
 def _multiply_keys(
     keys, queries, key_dots, query_dots, ring_keys, slot, head, start, begin, stop, first, segment_start,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    IS_SCAN: tl.constexpr,
 ):  # fmt: skip
     """Products of keys and queries of rows [begin, stop) with all keys of their segment known so far."""
     j = tl.arange(0, SEGMENT)
@@ -260,26 +293,31 @@ def _multiply_keys(
         for at in range(KEY_DIM):
             key = tl.load(new_keys + at, mask=known, other=0.0)
             key = tl.where(old, tl.load(old_keys + at, mask=old, other=0.0), key).to(tl.float32)[None, :]
-            k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
-            of_keys += k[:, None] * key
+            if not IS_SCAN:
+                k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
+                of_keys += k[:, None] * key
             of_queries += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * key
         places = vectors[:, None] * SEGMENT + j[None, :]
-        tl.store(key_dots + places, of_keys, mask=used[:, None])
+        if not IS_SCAN:
+            tl.store(key_dots + places, of_keys, mask=used[:, None])
         tl.store(query_dots + places, of_queries, mask=used[:, None])
 
 
 @triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
-    qkv, alpha, rates, offsets, keys, queries, key_dots, query_dots, decays, ring_keys, ring_decays,
-    request_index, positions, slots, num_rows, num_requests, top_step, qkv_stride, alpha_stride,
+    qkv, alpha, rates, offsets, min_step, max_step, keys, queries, key_dots, query_dots, decays, steps,
+    ring_keys, ring_decays, request_index, positions, slots, num_rows, num_requests, top_step, qkv_stride,
+    alpha_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, IS_SCAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """All of a gated delta rule that no state is needed for; grid (requests, segments, key heads).
+    """All of a rule or scan that no state is needed for; grid (requests, segments, key heads).
 
-    keys, queries float32    [T, key heads, key dim], normalized; keys go to the ring too
+    keys, queries float32    [T, key heads, key dim], those of a rule normalized; keys go to the ring too
     key_dots, query_dots     float32 [T, key heads, SEGMENT]: products with keys of the row's segment up to it
     decays                   float32 [T, value heads]: sums of log decays since the anchor; also to the ring
+    steps                    float32 [T, value heads]: time steps of a scan
     """
     if PDL:
         gdc_wait()
@@ -307,15 +345,20 @@ def prepare_kernel(
         place = slot * RING + (first + row - start) % RING
         q = tl.load(qkv + row * qkv_stride + head * KEY_DIM + d, mask=inside, other=0.0).to(tl.float32)
         k = tl.load(qkv + row * qkv_stride + (KEY_HEADS + head) * KEY_DIM + d, mask=inside, other=0.0)
-        k = k.to(tl.float32)
-        q = q * (1.0 / tl.sqrt_rn(tl.sum(q * q, 0) + NORM_EPS)) * (KEY_DIM**-0.5)
-        k = (k * (1.0 / tl.sqrt_rn(tl.sum(k * k, 0) + NORM_EPS))).to(keys.dtype.element_ty)
+        if not IS_SCAN:
+            k = k.to(tl.float32)
+            q = q * (1.0 / tl.sqrt_rn(tl.sum(q * q, 0) + NORM_EPS)) * (KEY_DIM**-0.5)
+            k = (k * (1.0 / tl.sqrt_rn(tl.sum(k * k, 0) + NORM_EPS))).to(keys.dtype.element_ty)
         line = (row * KEY_HEADS + head) * KEY_DIM
         tl.store(queries + line + d, q, mask=inside)
         tl.store(keys + line + d, k, mask=inside)
         tl.store(ring_keys + (place * KEY_HEADS + head) * KEY_DIM + d, k, mask=d < tl.where(kept, KEY_DIM, 0))
         values = tl.load(alpha + row * alpha_stride + heads, mask=exists, other=0.0).to(tl.float32)
-        total -= rate * _softplus(values + offset)
+        step = _softplus(values + offset)
+        if IS_SCAN:
+            step = tl.minimum(tl.maximum(step, min_step), max_step)
+            tl.store(steps + row * (KEY_HEADS * GROUP) + heads, step, mask=exists)
+        total -= rate * step
         tl.store(decays + row * (KEY_HEADS * GROUP) + heads, total, mask=exists)
         tl.store(
             ring_decays + place * (KEY_HEADS * GROUP) + heads, total, mask=member < tl.where(kept, GROUP, 0)
@@ -323,7 +366,7 @@ def prepare_kernel(
     tl.debug_barrier()  # threads read keys that others stored
     _multiply_keys(
         keys, queries, key_dots, query_dots, ring_keys, slot, head, start, begin, stop, first, segment_start,
-        KEY_HEADS, KEY_DIM, RING, ROWS,
+        KEY_HEADS, KEY_DIM, RING, ROWS, IS_SCAN,
     )  # fmt: skip
 
 
@@ -341,25 +384,28 @@ def _pick_row(tile, is_row):
 
 
 @triton.jit
-def _add_update(of_k, of_q, update, decay, decay_before, key_dots, query_dots, ages, used):
+def _add_update(
+    of_k, of_q, update, decay, decay_before, key_dots, query_dots, ages, used, IS_SCAN: tl.constexpr
+):
     """Sums of rows, each with an update that is ages [ROWS] rows older, if that is not negative.
 
     Its own update, of age 0, is for the query alone.
     """
     factor = tl.exp(tl.where(ages > 0, decay - decay_before, 0.0))
-    k_weight = factor * tl.load(key_dots, mask=used, other=0.0)
     q_weight = factor * tl.load(query_dots, mask=used, other=0.0)
     values = update.to(tl.float32)[None, :]
-    of_k = tl.where((ages > 0)[:, None], of_k + k_weight[:, None] * values, of_k)
+    if not IS_SCAN:
+        k_weight = factor * tl.load(key_dots, mask=used, other=0.0)
+        of_k = tl.where((ages > 0)[:, None], of_k + k_weight[:, None] * values, of_k)
     return of_k, tl.where((ages >= 0)[:, None], of_q + q_weight[:, None] * values, of_q)
 
 
 @triton.jit
 def _run_rows(
-    qkv, beta, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix, has_matrix, out,
-    slot, tile, stop, new_row, first, segment_start, head, column, qkv_stride, beta_stride,
+    qkv, steps, skips, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix, has_matrix,
+    out, slot, tile, stop, new_row, first, segment_start, head, column, qkv_stride, steps_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_SCAN: tl.constexpr,
 ):  # fmt: skip
     """Updates and outputs of rows [tile, tile + ROWS) before `stop`, of one segment; new_row as below."""
     HEADS: tl.constexpr = KEY_HEADS * GROUP
@@ -373,11 +419,16 @@ def _run_rows(
     if has_matrix:
         for at in range(KEY_DIM):
             values = tl.load(matrix + at * VALUE_DIM + column)[None, :]
-            k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
-            of_k += k[:, None] * values
+            if not IS_SCAN:
+                k = tl.load(keys + vectors * KEY_DIM + at, mask=used, other=0.0).to(tl.float32)
+                of_k += k[:, None] * values
             of_q += tl.load(queries + vectors * KEY_DIM + at, mask=used, other=0.0)[:, None] * values
         of_k *= tl.exp(decay)[:, None]
         of_q *= tl.exp(decay)[:, None]
+    if IS_SCAN:
+        values = qkv + (row.to(tl.int64) * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM)[:, None]
+        x = tl.load(values + column[None, :], mask=used[:, None], other=0.0).to(tl.float32)
+        of_q += tl.load(skips + head) * x
     tile_place = tile - new_row
     ages = tl.where(used, tile_place + tl.arange(0, ROWS), -1)
     key_dot, query_dot = key_dots + vectors * SEGMENT, query_dots + vectors * SEGMENT
@@ -388,19 +439,22 @@ def _run_rows(
             decay_at = ring_decays + ring_place * HEADS + head
         update = tl.load(updates + (ring_place * HEADS + head) * VALUE_DIM + column)
         of_k, of_q = _add_update(
-            of_k, of_q, update, decay, tl.load(decay_at), key_dot + j, query_dot + j, ages - j, used
+            of_k, of_q, update, decay, tl.load(decay_at), key_dot + j, query_dot + j, ages - j, used, IS_SCAN
         )
     for j in range(tile_place, tile_place + tl.minimum(stop - tile, ROWS)):
         own = new_row + j
         v = qkv + own * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-        rate = sigmoid(tl.load(beta + own * beta_stride + head).to(tl.float32))
-        update = rate * (tl.load(v + column).to(tl.float32) - _pick_row(of_k, ages == j))
-        update = update.to(updates.dtype.element_ty)
+        rate = tl.load(steps + own * steps_stride + head).to(tl.float32)
+        value = tl.load(v + column).to(tl.float32)
+        if not IS_SCAN:
+            rate = sigmoid(rate)
+            value = value - _pick_row(of_k, ages == j)
+        update = (rate * value).to(updates.dtype.element_ty)
         ring_place = slot * RING + (segment_start + j) % RING
         tl.store(updates + (ring_place * HEADS + head) * VALUE_DIM + column, update)
         decay_before = tl.load(decays + own * HEADS + head)
         of_k, of_q = _add_update(
-            of_k, of_q, update, decay, decay_before, key_dot + j, query_dot + j, ages - j, used
+            of_k, of_q, update, decay, decay_before, key_dot + j, query_dot + j, ages - j, used, IS_SCAN
         )
     places = (outputs * VALUE_DIM)[:, None] + column[None, :]
     tl.store(out + places, of_q.to(out.dtype.element_ty), mask=used[:, None])
@@ -439,14 +493,16 @@ def _advance(
 
 @triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
-    qkv, beta, keys, queries, key_dots, query_dots, decays, ring_keys, updates, ring_decays, matrices,
+    qkv, steps, skips, keys, queries, key_dots, query_dots, decays, ring_keys, updates, ring_decays, matrices,
     unanchored, out, request_index, positions, slots, num_rows, num_requests, top_step, anchor_tables,
-    table_width, qkv_stride, beta_stride,
+    table_width, qkv_stride, steps_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ops.gated_delta_rule after prepare_kernel(); grid (requests + 1, value heads, blocks of columns).
+    """A rule or scan after prepare_kernel(); grid (requests + 1, value heads, blocks of columns).
 
+    steps      [T, value heads]: beta of a rule, time steps of a scan; skips: of a scan
     unanchored float32 [B, value heads, key dim, value dim]: states that no anchor keeps
     """
     if PDL:
@@ -479,9 +535,9 @@ def delta_kernel(
         has_matrix = (segment_start > 0) & ((anchor != NO_ANCHOR) | (begin > start))
         for tile in range(begin, stop, ROWS):
             _run_rows(
-                qkv, beta, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix,
+                qkv, steps, skips, keys, queries, key_dots, query_dots, decays, updates, ring_decays, matrix,
                 has_matrix, out, slot, tile, stop, new_row, first, segment_start, head, column, qkv_stride,
-                beta_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, RING, ROWS, BLOCK,
+                steps_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, RING, ROWS, BLOCK, IS_SCAN,
             )  # fmt: skip
             tl.debug_barrier()  # threads read updates that others stored
         if start + segment_start + SEGMENT - first == stop:

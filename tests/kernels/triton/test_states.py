@@ -27,6 +27,7 @@ from tests.support.triton_interpreter import IS_INTERPRETED, program_order
 
 CONV = StateShape(channels=20, kernel_size=3)
 DELTA = StateShape(8, 4, key_heads=1, value_heads=1, key_dim=16, value_dim=32)
+SCAN = StateShape(9, 4, key_heads=1, value_heads=2, key_dim=16, value_dim=16)  # tested as a scan
 GROUPED = StateShape(8, 4, key_heads=2, value_heads=6, key_dim=48, value_dim=16)
 REQUESTS = 2
 MAX_ROWS = 9
@@ -100,6 +101,11 @@ class Run:
         width = 2 * shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
         alpha, beta = rows(shape.value_heads, 13) * 3, rows(shape.value_heads, 14)
         rates, offsets = normal(shape.value_heads, seed=15).exp() / 9, normal(shape.value_heads, seed=16)
+        if shape is SCAN:
+            skips, limits = normal(shape.value_heads, seed=18), (0.1, 3.0)
+            return self.ops.ssm_scan(
+                rows(width, 17) / 3, alpha, rates, offsets, skips, limits, self.state, batch
+            )
         return self.ops.gated_delta_rule(rows(width, 17), alpha, beta, rates, offsets, self.state, batch)
 
     def _batch(self, spans: Step) -> Batch:
@@ -181,7 +187,7 @@ def check_close(run: Run, outputs: Tensor, steps: Sequence[Step]) -> None:
         torch.testing.assert_close(getattr(run.state, name), getattr(reference.state, name), **rounding)
 
 
-@pytest.mark.parametrize("shape", [CONV, DELTA], ids=["conv", "delta"])
+@pytest.mark.parametrize("shape", [CONV, DELTA, SCAN], ids=["conv", "delta", "scan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_match_reference(shape: StateShape, dtype: torch.dtype) -> None:
     outputs, state = expected(shape, dtype)
@@ -198,7 +204,7 @@ def test_grouped_heads_match_reference() -> None:
 @settings(max_examples=examples(8))
 @given(
     steps=cuts(),
-    shape=st.sampled_from([CONV, DELTA]),
+    shape=st.sampled_from([CONV, DELTA, SCAN]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     every_anchor=st.booleans(),
 )
@@ -217,7 +223,7 @@ def test_rows_do_not_depend_on_the_cut(
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU chooses the order of programs")
-@pytest.mark.parametrize("shape", [CONV, DELTA], ids=["conv", "delta"])
+@pytest.mark.parametrize("shape", [CONV, DELTA, SCAN], ids=["conv", "delta", "scan"])
 def test_program_order_changes_no_bit(shape: StateShape) -> None:
     """Of a prompt longer than the ring, which keeps its last rows, and of rows that read a ring."""
     steps = [[Span(0, 0, 73), Span(1, 0, LENGTH)], [Span(0, 73, 128)], [Span(0, 128, LENGTH)]]
@@ -228,7 +234,7 @@ def test_program_order_changes_no_bit(shape: StateShape) -> None:
         assert same_bits(getattr(run.state, name)[2], getattr(state, name)[2]), name
 
 
-@pytest.mark.parametrize("shape", [CONV, DELTA], ids=["conv", "delta"])
+@pytest.mark.parametrize("shape", [CONV, DELTA, SCAN], ids=["conv", "delta", "scan"])
 def test_padding_rows_are_zero(shape: StateShape) -> None:
     """As captured passes have them: after requests of which one has no rows."""
     spans = [Span(0, 0, 2), Span(1, 5, 5), Span(1, 0, 1)]
@@ -238,7 +244,7 @@ def test_padding_rows_are_zero(shape: StateShape) -> None:
     assert len(make_run(TritonOps(), shape).step([])) == 0
 
 
-@pytest.mark.parametrize("shape", [CONV, DELTA], ids=["conv", "delta"])
+@pytest.mark.parametrize("shape", [CONV, DELTA, SCAN], ids=["conv", "delta", "scan"])
 def test_dummy_rows_without_anchor_read_zeros(shape: StateShape) -> None:
     """As warmup batches have them, at any position."""
     run = make_run(TritonOps(), shape)
@@ -255,24 +261,31 @@ def test_kernels_compile_without_spilling() -> None:
     conv = (
         f"x:*bf16 weight,bias:*fp32 out,inputs,tails:*bf16 {rows} anchor_tables:*i64 table_width,x_stride:i32"
     )
-    prepare = (
-        "qkv,alpha:*bf16 rates,offsets:*fp32 keys:*bf16 queries,key_dots,query_dots,decays:*fp32"
-        f" ring_keys:*bf16 ring_decays:*fp32 {rows} qkv_stride,alpha_stride:i32"
-    )
-    delta = (
-        "qkv,beta,keys:*bf16 queries,key_dots,query_dots,decays:*fp32 ring_keys,updates:*bf16"
-        f" ring_decays,matrices,unanchored:*fp32 out:*bf16 {rows} anchor_tables:*i64"
-        " table_width,qkv_stride,beta_stride:i32"
-    )
-    heads = {"KEY_HEADS": 16, "GROUP": 2, "RING": 96}
     kernels: list[tuple[str, str, dict[str, Any]]] = [
         ("conv_kernel", conv, {"CHANNELS": 8192, "SIZE": 4, "RING": 96, "SILU": True, "BLOCK": CONV_BLOCK})
     ]
-    for tile, dim in [*((tile, 128) for tile in ROW_TILES), (max(ROW_TILES), 256)]:
-        sizes = {**heads, "KEY_DIM": dim, "ROWS": tile}
-        kernels.append(("prepare_kernel", prepare, {**sizes, "GROUP_BLOCK": 2, "BLOCK": dim}))
-        sizes |= {"VALUE_DIM": dim, "KEY_BLOCK": dim, "BLOCK": COLUMN_BLOCK}
-        kernels.append(("delta_kernel", delta, sizes))
+    for tile, dim, is_scan in [
+        *((tile, 128, is_scan) for tile in ROW_TILES for is_scan in (False, True)),
+        (max(ROW_TILES), 256, False),
+    ]:
+        steps = "steps:*fp32" if is_scan else "steps:*bf16"
+        prepare = (
+            "qkv,alpha:*bf16 rates,offsets:*fp32 min_step,max_step:fp32 keys:*bf16"
+            f" queries,key_dots,query_dots,decays:*fp32 {steps} ring_keys:*bf16 ring_decays:*fp32 {rows}"
+            " qkv_stride,alpha_stride:i32"
+        )
+        delta = (
+            f"qkv:*bf16 {steps} {'skips:*fp32 ' if is_scan else ''}keys:*bf16"
+            " queries,key_dots,query_dots,decays:*fp32 ring_keys,updates:*bf16"
+            f" ring_decays,matrices,unanchored:*fp32 out:*bf16 {rows} anchor_tables:*i64"
+            " table_width,qkv_stride,steps_stride:i32"
+        )
+        heads = {"KEY_HEADS": 1, "GROUP": 48} if is_scan else {"KEY_HEADS": 16, "GROUP": 2}
+        sizes = {**heads, "RING": 96, "KEY_DIM": dim, "ROWS": tile, "IS_SCAN": is_scan}
+        blocks = {"GROUP_BLOCK": 64 if is_scan else 2, "BLOCK": dim}
+        kernels.append(("prepare_kernel", prepare, {**sizes, **blocks}))
+        sizes |= {"VALUE_DIM": 64 if is_scan else dim, "KEY_BLOCK": dim, "BLOCK": COLUMN_BLOCK}
+        kernels.append(("delta_kernel", delta, sizes if is_scan else {**sizes, "skips": None}))
     sources = [
         KernelSource(
             f"foreword.kernels.triton.states:{name}",

@@ -77,7 +77,8 @@ public:
                 return check(c.in[1], c, 1, NO_ADAPTER, num_slots, InputError::ADAPTER_SLOT);
             }
             case Opcode::CAUSAL_CONV:
-            case Opcode::DELTA_RULE: return check_states(static_cast<const StateOperation*>(c.object)->layer);
+            case Opcode::DELTA_RULE:
+            case Opcode::SSM_SCAN: return check_states(static_cast<const StateOperation*>(c.object)->layer);
             default: return InputError::NONE;
         }
     }
@@ -222,6 +223,7 @@ public:
             case Opcode::GATE: return gate(c);
             case Opcode::CAUSAL_CONV: return causal_conv(c);
             case Opcode::DELTA_RULE: return delta_rule(c);
+            case Opcode::SSM_SCAN: return ssm_scan(c);
         }
     }
 
@@ -334,15 +336,21 @@ private:
 
     // in: x; object: StateOperation; sizes: kind of gate
     void causal_conv(const Instruction& c) {
-        const auto& [layer, weight, bias] = *static_cast<const StateOperation*>(c.object);
+        const auto& [layer, weight, bias, _] = *static_cast<const StateOperation*>(c.object);
         const auto kind = static_cast<Gate>(c.sizes[0]);
         cpu_.states_.causal_conv(context_, {layer, state_rows(), weight, bias, kind, rows(c.in[0]), rows(c.out)});
     }
 
     // in: qkv, alpha, beta; object: StateOperation with rates and offsets
     void delta_rule(const Instruction& c) {
-        const auto& [layer, rates, offsets] = *static_cast<const StateOperation*>(c.object);
-        cpu_.states_.delta_rule(context_, {layer, state_rows(), rates, offsets, rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out)});
+        const auto& [layer, rates, offsets, skips] = *static_cast<const StateOperation*>(c.object);
+        cpu_.states_.delta_rule(context_, {layer, state_rows(), rates, offsets, skips, 0.0f, 0.0f, rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out)});
+    }
+
+    // in: C, B and x; time steps; object: StateOperation with rates, offsets and skips; numbers: limits of time steps
+    void ssm_scan(const Instruction& c) {
+        const auto& [layer, rates, offsets, skips] = *static_cast<const StateOperation*>(c.object);
+        cpu_.states_.ssm_scan(context_, {layer, state_rows(), rates, offsets, skips, c.numbers[0], c.numbers[1], rows(c.in[0]), rows(c.in[1]), {}, rows(c.out)});
     }
 
     CpuContext& cpu_;

@@ -11,7 +11,7 @@ namespace foreword {
 
 enum class Opcode : int32_t {
     LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP, EXPERTS, SCALE_BY_SIGMOID,
-    GATHER_COLUMNS, ADD_LORA, GATE, CAUSAL_CONV, DELTA_RULE
+    GATHER_COLUMNS, ADD_LORA, GATE, CAUSAL_CONV, DELTA_RULE, SSM_SCAN
 };
 
 // The base of an address.
@@ -40,11 +40,12 @@ struct AttentionLayer {
     const float* sinks;
 };
 
-// A layer with state, and two vectors: see CausalConvArgs and DeltaRuleArgs.
+// A layer with state, and vectors of its operation: see CausalConvArgs and StateRuleArgs.
 struct StateOperation {
     StateLayer layer;
     const float* weight;
     const float* bias;
+    const float* skips;
 };
 
 // One operation; the functions of forward_program.cpp define its fields.

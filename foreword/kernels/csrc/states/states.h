@@ -1,4 +1,4 @@
-// Layers with state: causal convolution and the gated delta rule. kernels/ops.py defines both, core/states.py the memory.
+// Layers with state: causal convolution, the gated delta rule and Mamba-2's scan. kernels/ops.py defines both, core/states.py the memory.
 //
 // A row reads the anchor of its segment and the rows since then, in order of position, and writes its own place in the
 // ring: a step can be repeated, and its bits do not depend on how a prompt was cut.
@@ -54,19 +54,22 @@ struct CausalConvArgs {
     RowView x, y;
 };
 
-// rates, offsets [value_heads]
-struct DeltaRuleArgs {
+// The gated delta rule, or a scan: qkv is then C, B and x, and alpha the time step. rates, offsets, skips [value_heads]
+struct StateRuleArgs {
     const StateLayer& layer;
     const StateRows& rows;
     const float* rates;
     const float* offsets;
-    RowView qkv, alpha, beta, y;
+    const float* skips;                    // of a scan
+    float min_time_step, max_time_step;    // of a scan
+    RowView qkv, alpha, beta, y;           // beta: of the delta rule
 };
 
 struct StateKernels {
     void (*gate)(Context&, const GateArgs&);
     void (*causal_conv)(Context&, const CausalConvArgs&);
-    void (*delta_rule)(Context&, const DeltaRuleArgs&);
+    void (*delta_rule)(Context&, const StateRuleArgs&);
+    void (*ssm_scan)(Context&, const StateRuleArgs&);
 };
 
 extern const StateKernels STATES_PORTABLE;

@@ -17,7 +17,7 @@ constexpr int ROW_TILE = 3, VECS = 4;  // 2 * ROW_TILE * VECS sums and their ope
 #include "states/delta_rule.inc"
 
 namespace foreword {
-const StateKernels STATES_NEON = {gate, causal_conv, delta_rule};
+const StateKernels STATES_NEON = {gate, causal_conv, delta_rule, ssm_scan};
 }
 
 #endif

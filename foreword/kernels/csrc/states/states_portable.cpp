@@ -15,5 +15,5 @@ constexpr int ROW_TILE = 2, VECS = 2;  // 2 * ROW_TILE * VECS sums and their ope
 #include "states/delta_rule.inc"
 
 namespace foreword {
-const StateKernels STATES_PORTABLE = {gate, causal_conv, delta_rule};
+const StateKernels STATES_PORTABLE = {gate, causal_conv, delta_rule, ssm_scan};
 }
