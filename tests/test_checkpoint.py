@@ -84,8 +84,10 @@ def test_families_with_states_are_known_by_their_model_type(tmp_path: Path) -> N
         ("gemma3", "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file"),
         ("deepseek_v3", "it needs multi-head latent attention .*; its distillations on Qwen and Llama run"),
         ("lfm2_vl", "it needs another vision encoder; .*lfm2 runs"),
-        ("granitemoehybrid", "it needs Mamba, RWKV or other recurrent layers; granite and granitemoe run"),
-        ("falcon_h1", "it needs Mamba, RWKV or other recurrent layers"),
+        (
+            "bamba",
+            "it needs Mamba, RWKV or other recurrent layers; granitemoehybrid and falcon_h1 run",
+        ),
         ("falcon", "it needs attention and MLP side by side"),
         ("gpt2", "it needs LayerNorm or learned positions"),
         ("gpt_neox", "it needs attention and MLP side by side"),

@@ -19,6 +19,7 @@ from tests.support.budget import examples
 from tests.support.checkpoints import (
     DELTA_NET_FAMILIES,
     FAMILIES,
+    MAMBA2_FAMILIES,
     MOE_FAMILIES,
     STATE_FAMILIES,
     write_checkpoint,
@@ -51,6 +52,9 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
     }
     if family in DELTA_NET_FAMILIES:
         shape["linear_value_head_dim"] = max(32, multiple // 4)  # there are four heads
+    if family in MAMBA2_FAMILIES:
+        shape["mamba_n_heads"] = shape["hidden_size"] // 8
+        shape["mamba_d_ssm"] = 2 * shape["hidden_size"] if family == "falcon_h1" else ...
     if family == "lfm2":
         shape["block_multiple_of"] = multiple
     if family in MOE_FAMILIES:

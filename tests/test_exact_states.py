@@ -34,7 +34,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "repetition_penalty": 1.2},
     {"temperature": 0.0, "prompt_logprobs": 1},
 )
-QUICK_FAMILIES = ("lfm2", "qwen3_5_text")
+QUICK_FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid")
 PLAIN: dict[str, Any] = {
     "speculate": "off",
     "max_num_seqs": 1,

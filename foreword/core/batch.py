@@ -291,8 +291,34 @@ class KVShape(NamedTuple):
         return 2 * self.heads if self.source is None else 0
 
 
-CacheShape = KVShape | StateShape
-LayerCache = KVLayer | StateLayer
+class HybridShape(NamedTuple):
+    """Shape of a layer with attention and a state side by side, or with neither."""
+
+    kv: KVShape | None = None
+    state: StateShape | None = None
+
+
+class HybridLayer(NamedTuple):
+    """Memory of HybridShape."""
+
+    kv: KVLayer | None
+    state: StateLayer | None
+
+
+CacheShape = KVShape | StateShape | HybridShape
+LayerCache = KVLayer | StateLayer | HybridLayer
+
+
+def kv_shape_of(shape: CacheShape) -> KVShape | None:
+    if isinstance(shape, HybridShape):
+        return shape.kv
+    return shape if isinstance(shape, KVShape) else None
+
+
+def state_shape_of(shape: CacheShape) -> StateShape | None:
+    if isinstance(shape, HybridShape):
+        return shape.state
+    return shape if isinstance(shape, StateShape) else None
 
 
 class SampleRow(NamedTuple):

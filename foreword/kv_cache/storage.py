@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import CacheShape, KVLayer, LayerCache, StateLayer
+from foreword.core.batch import CacheShape, HybridLayer, HybridShape, KVLayer, LayerCache, StateLayer
 from foreword.core.states import NO_STATES, StateShape, StateSizes
 from foreword.utils.mapped_memory import HugePages
 
@@ -18,8 +18,8 @@ SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 class KVStorage:
     """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0.
 
-    A layer may read those of an earlier one. Layers with state have rings and anchors instead; slot 0 and
-    anchor 0 are for dummy rows.
+    A layer may read those of an earlier one. Layers with state have rings and anchors instead, or both; slot
+    0 and anchor 0 are for dummy rows.
     """
 
     def __init__(
@@ -41,7 +41,14 @@ class KVStorage:
         stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
         self._layers: list[LayerCache] = []
         for shape in layers:
-            if isinstance(shape, StateShape):
+            if isinstance(shape, HybridShape):
+                kv, state = shape
+                hybrid = HybridLayer(
+                    None if kv is None else self._make_layer((slots, kv.heads, kv.head_dim), stored),
+                    None if state is None else self._make_state_layer(state, states, state_dtype),
+                )
+                self._layers.append(hybrid)
+            elif isinstance(shape, StateShape):
                 self._layers.append(self._make_state_layer(shape, states, state_dtype))
             elif shape.source is not None:
                 assert layers[shape.source] == shape._replace(source=None)
@@ -55,7 +62,8 @@ class KVStorage:
     @property
     def nbytes(self) -> int:
         own = {id(layer): layer for layer in self._layers}.values()
-        values = (getattr(layer, name) for layer in own for name in layer.__slots__)
+        parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
+        values = (getattr(part, name) for part in parts if part is not None for name in part.__slots__)
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:

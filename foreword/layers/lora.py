@@ -55,6 +55,7 @@ class _Projection:
     out_features: int
     heads: int | None = None  # heads of q or k
     row_order: Tensor | None = None  # int64 [N]: rows are reordered at load, see ReorderedWeights
+    row_scale: Tensor | None = None  # float32 [N]: and multiplied before, see ScaledWeights
 
 
 @dataclass(slots=True)
@@ -87,16 +88,18 @@ class LoraLayers:
         in_features: int,
         qk_heads: Mapping[str, int],
         row_orders: Mapping[str, Tensor],
+        row_scales: Mapping[str, Tensor],
     ) -> LoraLinear | None:
         """Make room for the adapters of one layer; None if LoRA is off.
 
         out_features  the projections that it fuses, in order, and their rows
         qk_heads      heads of those that are queries or keys
         row_orders    int64 [N] of those whose rows are reordered at load: see ReorderedWeights
+        row_scales    float32 [N] of those whose rows are multiplied before: see ScaledWeights
         """
         table = None if self.limits is None else self._make_table(tuple(out_features.values()), in_features)
         for part, (name, size) in enumerate(out_features.items()):
-            order = qk_heads.get(name), row_orders.get(name)
+            order = qk_heads.get(name), row_orders.get(name), row_scales.get(name)
             self._projections[name] = _Projection(table, part, in_features, size, *order)
         return None if table is None else LoraLinear(ops, self, table)
 
@@ -121,6 +124,8 @@ class LoraLayers:
             assert table is not None and self.limits is not None and 0 < rank <= self.limits.max_rank
             start = list(accumulate(table.part_sizes, initial=0))[part]
             b = each.b
+            if place.row_scale is not None:
+                b = b * place.row_scale[:, None]
             if place.row_order is not None:
                 b = b[place.row_order]
             elif place.heads is not None and each.interleaves_qk:

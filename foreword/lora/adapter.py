@@ -21,6 +21,7 @@ from foreword.lora.config import CONFIG_FILE, read_adapter_config
 from foreword.weights.gguf.gguf_weights import (
     FLOAT_DTYPES,
     PERMUTED_QK_ARCHITECTURES,
+    SCALED_ARCHITECTURES,
     TILED_VALUE_ARCHITECTURES,
     gguf_name,
 )
@@ -197,6 +198,8 @@ def _open_gguf_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
         raise _error(path, f"adapter.lora.alpha must be a number from 0, got {alpha!r:.80}")
     if not isinstance(architecture, str):
         raise _error(path, "general.architecture is missing")
+    if architecture in SCALED_ARCHITECTURES:
+        raise _error(path, f"adapters of {architecture} are loaded from their PEFT directory alone")
     names = {_gguf_name(name, architecture): name for name in shapes}
     pairs: dict[str, _Pair] = {}
     mapped = MappedFile(path)

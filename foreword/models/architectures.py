@@ -10,11 +10,13 @@ from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.ernie4_5 import Ernie45
 from foreword.models.exaone4 import Exaone4
+from foreword.models.falcon_h1 import FalconH1
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.gpt_oss import GptOss
 from foreword.models.granite import Granite
 from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
+from foreword.models.granitemoehybrid import GraniteMoeHybrid
 from foreword.models.hunyuan_v1_dense import HunyuanDense
 from foreword.models.lfm2 import Lfm2
 from foreword.models.lfm2_moe import Lfm2Moe
@@ -40,11 +42,13 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {
         "ernie4_5": Ernie45,
         "exaone4": Exaone4,
+        "falcon_h1": FalconH1,
         "gemma2": Gemma2,
         "gemma3_text": Gemma3Text,
         "gpt_oss": GptOss,
         "granite": Granite,
         "granitemoe": GraniteMoe,
+        "granitemoehybrid": GraniteMoeHybrid,
         "granitemoeshared": GraniteMoeShared,
         "hunyuan_v1_dense": HunyuanDense,
         "lfm2": Lfm2,

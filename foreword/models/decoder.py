@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, ImageFeatures, KVShape
+from foreword.core.batch import Batch, ImageFeatures, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
@@ -21,14 +21,14 @@ from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, sp
 from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
-from foreword.layers.states import GatedDeltaNet, ShortConv
+from foreword.layers.states import GatedDeltaNet, Mamba2, ShortConv
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.expert_weights import MoEConfig, load_experts
 from foreword.models.interfaces import KVCache, Precision, VisionEncoder
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader
-from foreword.weights.renamed_weights import ReorderedWeights
+from foreword.weights.renamed_weights import ReorderedWeights, ScaledWeights, rows_of_scale
 
 
 class DecoderLayer(Protocol):
@@ -56,7 +56,11 @@ class LayerBuilder:
         self._config = config
         self._precision = precision
         self._index = index
-        self._weights = weights
+        self._weights = ScaledWeights(weights, config.row_scales) if config.row_scales else weights
+
+    def has(self, name: str) -> bool:
+        """Whether the files have this tensor of the layer."""
+        return self._weights.has(name)
 
     def norm(self, name: str) -> RMSNorm:
         return self._norm(self._weights, name, self._config.hidden_size)
@@ -64,13 +68,12 @@ class LayerBuilder:
     @property
     def state_shape(self) -> StateShape | None:
         """The state of this layer; None: it has attention."""
-        shape = self._config.cache_shapes[self._index]
-        return shape if isinstance(shape, StateShape) else None
+        return state_shape_of(self._config.cache_shapes[self._index])
 
     @property
     def _kv_shape(self) -> KVShape:
-        shape = self._config.cache_shapes[self._index]
-        assert isinstance(shape, KVShape)
+        shape = kv_shape_of(self._config.cache_shapes[self._index])
+        assert shape is not None
         return shape
 
     def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
@@ -155,6 +158,39 @@ class LayerBuilder:
             self._linear(name, weights, values, {"out_proj": hidden}, False),
         )
 
+    def mamba2(self, name: str) -> Mamba2:
+        """`in_proj` yields the gate, x, B, C and time steps; the channels of `conv1d` are x, B and C.
+
+        Ours are C, B and x, then the gate and the time steps.
+        """
+        hidden, shape, config = self._config.hidden_size, self.state_shape, self._config.mamba
+        weights = self._weights.prefixed(f"{name}.")
+        assert shape is not None and config is not None
+        heads, values = shape.value_heads, shape.value_heads * shape.value_dim
+        groups = shape.key_heads * shape.key_dim
+        sizes, rows = [values, values, groups, groups, heads], torch.arange(values + shape.channels + heads)
+        gate, x, b, c, steps = torch.split(rows, sizes)
+        channels = torch.cat((c, b, x)) - values
+        orders = {"in_proj": torch.cat((c, b, x, gate, steps)), "conv1d": channels}
+        reordered = ReorderedWeights(weights, orders)
+        norm = None
+        if config.norm_groups:
+            weight = weights.tensor("norm.weight", values)  # TODO groups
+            norm = RMSNorm(self.ops, weight, config.eps)
+        outputs = {"in_proj": len(orders["in_proj"])}
+        return Mamba2(
+            self.ops,
+            self._linear(name, reordered, hidden, outputs, config.bias, orders),
+            self._conv_weight(reordered, "conv1d", shape),
+            reordered.tensor("conv1d.bias", shape.channels) if config.conv_bias else None,
+            -weights.tensor("A", heads) if weights.has("A") else weights.tensor("A_log", heads).exp(),
+            weights.tensor("dt_bias", heads),
+            weights.tensor("D", heads),
+            config,
+            norm,
+            self._linear(name, weights, values, {"out_proj": hidden}, config.out_bias),
+        )
+
     def _conv_weight(self, weights: Weights, name: str, shape: StateShape) -> Tensor:
         """[K, C]"""
         weight = weights.tensor(f"{name}.weight", shape.channels, 1, shape.kernel_size)
@@ -218,7 +254,7 @@ class LayerBuilder:
 
     @property
     def _qk_heads(self) -> dict[str, int]:
-        if self.state_shape is not None:
+        if kv_shape_of(self._config.cache_shapes[self._index]) is None:
             return {}
         return {"q_proj": self._config.num_heads, "k_proj": self._kv_shape.heads}
 
@@ -235,6 +271,9 @@ class LayerBuilder:
         """`tensors`: names and rows in the files, if they are not those of `outputs`."""
         weight_format = self._precision.linear_format
         packed = load_linear(self.ops, weights, weight_format, inputs, tensors or outputs, bias)
+        config = self._config
+        if not config.takes_lora:
+            return Linear(self.ops, packed)
         prefix = f"layers.{self._index}.{name}."
         lora = self._lora.add_linear(
             self.ops,
@@ -242,6 +281,11 @@ class LayerBuilder:
             inputs,
             {prefix + output: heads for output, heads in self._qk_heads.items()},
             {prefix + output: order for output, order in row_orders.items()},
+            {
+                prefix + output: rows_of_scale(config.row_scales[f"{name}.{output}.weight"], size)
+                for output, size in outputs.items()
+                if f"{name}.{output}.weight" in config.row_scales
+            },
         )
         return Linear(self.ops, packed, lora=lora)
 
@@ -379,7 +423,7 @@ class Decoder(ABC):
     @property
     def has_states(self) -> bool:
         """Whether batches need state_slots and anchor_tables."""
-        return any(isinstance(shape, StateShape) for shape in self.cache_shapes)
+        return bool(self.config.state_shapes)
 
     def _forward_contexts(self, batch: Batch) -> list[ForwardContext]:
         """One for each layer type; those with the same window share the metadata."""
@@ -417,7 +461,7 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
 
 
 def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
-    kv_shapes = [shape for shape in config.cache_shapes if isinstance(shape, KVShape)]
+    kv_shapes = config.kv_shapes
     projected = max((config.num_heads + 2 * shape.heads) * shape.head_dim for shape in kv_shapes)
     inner, moe = 3 * config.intermediate_size, config.moe
     if moe is not None:

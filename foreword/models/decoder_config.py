@@ -6,15 +6,17 @@ RoPE options come in the layouts of transformers 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from foreword.core.batch import CacheShape, KVShape
+from foreword.core.batch import CacheShape, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.kernels.ops import ExpertsConfig, MRopeSections
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
+from foreword.layers.states import Mamba2Config
 from foreword.models.expert_weights import ExpertNames, MoEConfig
 from foreword.weights.config_reader import MAX_INT, ConfigReader, read_vocab_size
+from foreword.weights.renamed_weights import RowScale
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -28,6 +30,7 @@ MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_EXPERTS = 1 << 16  # sum over all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
+OLDER_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 
 ROPE_TYPE_NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrope": "default"}
 
@@ -82,12 +85,20 @@ class DecoderConfig:
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
     attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
     conv_bias: bool = False  # short convolutions and their projections have biases
+    mamba: Mamba2Config | None = None
+    row_scales: Mapping[str, RowScale] = field(default_factory=dict)  # of a layer's tensors: ScaledWeights
+    takes_lora: bool = True  # False where the files have scaled weights, without the scales
     moe: MoEConfig | None = None
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of layers with attention."""
+        return tuple(shape for shape in map(kv_shape_of, self.cache_shapes) if shape is not None)
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """Of layers with state."""
-        return tuple(shape for shape in self.cache_shapes if isinstance(shape, StateShape))
+        return tuple(shape for shape in map(state_shape_of, self.cache_shapes) if shape is not None)
 
     def with_states(self, shapes: Sequence[StateShape | None]) -> DecoderConfig:
         """shapes  of layers with state instead of attention, None of the others"""
@@ -250,6 +261,7 @@ def read_attention_layers(
     num_layers, names = read_num_layers(config), (state_type, "full_attention")
     default = tuple(names[has_attention(index)] for index in range(num_layers))
     types = config.get_strs("layer_types", num_layers) or default
+    types = tuple(OLDER_LAYER_TYPES.get(layer_type, layer_type) for layer_type in types)
     unknown = next((layer_type for layer_type in types if layer_type not in names), None)
     if unknown is not None:
         raise config.error("layer_types", f"has {unknown!r}; known: {', '.join(names)}")

@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 import torch
 
-from foreword.core.batch import KVShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLimits
@@ -30,6 +29,7 @@ from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.dummy_weights import DummyWeights, HeaderWeights, MetaOps, MetaWeights
 from foreword.weights.file_to_device import DeviceLoader
 from foreword.weights.gguf.gguf_weights import (
+    SCALED_ARCHITECTURES,
     GGUFWeights,
     check_tensor_types,
     read_rope_factors,
@@ -320,8 +320,7 @@ class _GGUFModel:
         progress: Callable[[int, int], None] | None = None,
         device_loader: DeviceLoader | None = None,
     ) -> GGUFWeights:
-        shapes = self.config.cache_shapes
-        kv_heads = next(shape.heads for shape in shapes if isinstance(shape, KVShape))
+        kv_heads = self.config.kv_shapes[0].heads
         heads, state = (self.config.num_heads, kv_heads), next(iter(self.config.state_shapes), None)
         return GGUFWeights(self.gguf, heads, allow_dequantize, progress, device_loader, state)
 
@@ -331,7 +330,9 @@ def _open_gguf(path: Path) -> _GGUFModel:
     gguf = open_gguf(path)
     options = read_hf_config(gguf, lambda name: read_rope_factors(gguf, name))
     architecture, config = _read_known_decoder(ConfigReader(options, str(gguf.path)))
-    return _GGUFModel(architecture, replace(config, norm_offset=0.0), *split_mtp_head(gguf))
+    takes_lora = gguf.metadata["general.architecture"] not in SCALED_ARCHITECTURES
+    config = replace(config, norm_offset=0.0, takes_lora=takes_lora)
+    return _GGUFModel(architecture, config, *split_mtp_head(gguf))
 
 
 def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:

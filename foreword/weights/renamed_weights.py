@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.layers.weights import Weights
+
+RowScale = float | tuple[tuple[int, float], ...]  # of all rows, or numbers of rows and the scale of each
 
 
 class PrefixedWeights:
@@ -69,16 +72,64 @@ class ReorderedWeights(PrefixedWeights):
                 self._reorder(name, rows) for rows in (matrix.values, matrix.scales, matrix.zeros)
             )
             return replace(matrix, values=values, scales=scales, zeros=zeros)
-        if isinstance(matrix, Float8Blocks):  # a scale for each row: rows leave their blocks
-            block_rows, block_columns = matrix.block_shape
-            scales = matrix.scales.repeat_interleave(block_rows, 0)[: len(matrix.values)]
-            values, scales = self._reorder(name, matrix.values), self._reorder(name, scales)
-            return Float8Blocks(values, scales, (1, block_columns))
+        if isinstance(matrix, Float8Blocks):
+            by_row = _with_scales_by_row(matrix)
+            values, scales = self._reorder(name, by_row.values), self._reorder(name, by_row.scales)
+            return replace(by_row, values=values, scales=scales)
         return self._reorder(name, matrix)
 
     def _reorder(self, name: str, rows: Tensor) -> Tensor:
         order = self._row_orders.get(name.partition(".")[0])
         return rows if order is None or len(rows) != len(order) else rows[order.to(rows.device)]
+
+
+class ScaledWeights(PrefixedWeights):
+    """Weights with some tensors multiplied, or ranges of their rows. Quantized ones get other scales."""
+
+    def __init__(self, weights: Weights, row_scales: Mapping[str, RowScale]) -> None:
+        super().__init__(weights, "")
+        self._row_scales = row_scales
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._scale_rows(name, super().tensor(name, *shape))
+
+    @contextmanager
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
+        with super().weights(out_features, in_features) as matrices:
+            yield [self._scale(name, matrix) for name, matrix in zip(out_features, matrices, strict=True)]
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self, prefix)
+
+    def _scale(self, name: str, matrix: Matrix) -> Matrix:
+        if isinstance(matrix, Float8Blocks):
+            by_row = _with_scales_by_row(matrix)
+            return replace(by_row, scales=self._scale_rows(name, by_row.scales))
+        if isinstance(matrix, GroupedInts):
+            return replace(matrix, scales=self._scale_rows(name, matrix.scales))
+        assert isinstance(matrix, Tensor), "GGUF files hold scaled weights"
+        return self._scale_rows(name, matrix)
+
+    def _scale_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Rows [N, ...], multiplied in float32 and rounded once."""
+        scale = self._row_scales.get(name)
+        if scale is None:
+            return rows
+        scales = rows_of_scale(scale, len(rows)).to(rows.device)
+        return (rows.to(torch.float32) * scales.view(-1, *(1,) * (rows.dim() - 1))).to(rows.dtype)
+
+
+def rows_of_scale(scale: RowScale, num_rows: int) -> Tensor:
+    """float32 [num_rows]"""
+    counts, values = zip(*(((num_rows, scale),) if isinstance(scale, float) else scale), strict=True)
+    return torch.tensor(values).repeat_interleave(torch.tensor(counts))
+
+
+def _with_scales_by_row(matrix: Float8Blocks) -> Float8Blocks:
+    """A scale for each row: rows may leave their blocks."""
+    block_rows, block_columns = matrix.block_shape
+    scales = matrix.scales.repeat_interleave(block_rows, 0)[: len(matrix.values)]
+    return Float8Blocks(matrix.values, scales, (1, block_columns))
 
 
 class HeadlessWeights(PrefixedWeights):

@@ -17,7 +17,7 @@ PARALLEL = "it needs attention and MLP side by side in a layer"
 PAIR = "it needs an encoder and a decoder; models with a decoder alone run"
 
 # What families need, by the start of model_type or GGUF architecture without - _ and .; first match
-MISSING_FEATURES: Mapping[str, str] = MappingProxyType(
+MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
     {
         **dict.fromkeys(("deepseekvl", "glm4v", "idefics", "internvl", "janus", "kimivl", "llama4"), VISION),
         **dict.fromkeys(("llavaonevision", "minicpmv", "mllama", "molmo", "ovis", "paligemma"), VISION),
@@ -28,11 +28,11 @@ MISSING_FEATURES: Mapping[str, str] = MappingProxyType(
         "deepseek": f"{MLA}; its distillations on Qwen and Llama run",
         "mistral4": f"{MLA}; mistral and ministral3 run",
         **dict.fromkeys(("glm4moelite", "kimik2", "longcat", "minicpm3"), MLA),
-        "granitehybrid": f"{RECURRENT}; granite and granitemoe run",
-        "granitemoehybrid": f"{RECURRENT}; granite and granitemoe run",
         "olmohybrid": f"{RECURRENT}; olmo2 and olmo3 run",
         "lfm2vl": f"{VISION}; lfm2 runs",
-        **dict.fromkeys(("bamba", "falconh1", "falconmamba", "jamba", "kimilinear"), RECURRENT),
+        "bamba": f"{RECURRENT}; granitemoehybrid and falcon_h1 run",
+        "falconh1": None,  # it runs, and is not Falcon
+        **dict.fromkeys(("falconmamba", "jamba", "kimilinear"), RECURRENT),
         "lfm3": f"{RECURRENT}; lfm2 runs",
         **dict.fromkeys(("mamba", "minimax", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
         **dict.fromkeys(("rwkv", "zamba"), RECURRENT),
@@ -62,9 +62,9 @@ CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
 # model_type and GGUF architecture of families that have layers with state
 TYPES_WITH_STATES = frozenset(
     {
-        *("lfm2", "lfm2_moe", "qwen3_next"),
+        *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next"),
         *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("lfm2moe", "qwen35", "qwen35moe", "qwen3next"),
+        *("falcon-h1", "granitehybrid", "lfm2moe", "qwen35", "qwen35moe", "qwen3next"),
     }
 )
 
@@ -80,7 +80,8 @@ def missing_feature(architecture: str) -> str:
     name = architecture.lower().replace("-", "").replace("_", "").replace(".", "")
     # The longest start is the nearest family: falconh1 is not falcon.
     starts = [start for start in MISSING_FEATURES if name.startswith(start)]
-    return f" ({MISSING_FEATURES[max(starts, key=len)]})" if starts else ""
+    feature = MISSING_FEATURES[max(starts, key=len)] if starts else None
+    return f" ({feature})" if feature else ""
 
 
 def describe_checkpoint(model_type: str) -> str:

@@ -175,6 +175,55 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "falcon-h1-norm-first": (
+        "falcon_h1",
+        {
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+        },
+    ),
+    "falcon-h1-plain": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "mlp_multipliers": ...,
+            "ssm_multipliers": ...,
+            "mamba_d_head": "auto",
+        },
+    ),
+    "granite-hybrid-older-names": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope"},
+    ),
+    "granite-hybrid-dense": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_d_head": "auto",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 3,
+            "rms_norm_eps": 0.01,
+        },
+    ),
+    "granite-hybrid-attention-only": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+        },
+    ),
     "granitemoe-tied": (
         "granitemoe",
         {

@@ -234,7 +234,7 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         ('{"model_type": "novel"}', "'novel' is not supported; known: ernie4_5, .*llama"),
         ('{"model_type": "deepseek_v3"}', r"not supported \(it needs multi-head latent attention"),
         ('{"model_type": "qwen3_5_moe"}', "`text_config` is missing"),
-        ('{"model_type": "falcon_h1"}', r"not supported \(it needs Mamba, RWKV or other recurrent layers"),
+        ('{"model_type": "mamba2"}', r"not supported \(it needs Mamba, RWKV or other recurrent layers"),
         ('{"model_type": "gemma4_text"}', r"not supported \(it needs Gemma 4"),
         ('{"model_type": "eagle"}', r"not supported \(it needs trained heads"),
     ],

@@ -89,6 +89,14 @@ DELTA_NET_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
+MAMBA2: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -152,6 +160,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "shared_intermediate_size": 80,
     },
+    "granitemoehybrid": {
+        **GRANITE,
+        **MAMBA2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 80,
+    },
+    "falcon_h1": {
+        **MAMBA2,
+        "num_hidden_layers": 2,
+        "layer_types": ...,
+        "mamba_d_ssm": 128,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": False,
+        "projectors_bias": False,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "key_multiplier": 0.7,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        "mlp_multipliers": [0.9, 0.8],
+    },
     "lfm2": {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
@@ -199,14 +233,18 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-STATE_FAMILIES = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-LFM2_FAMILIES, DELTA_NET_FAMILIES = STATE_FAMILIES[:2], STATE_FAMILIES[2:]
+LFM2_FAMILIES = ("lfm2", "lfm2_moe")
+DELTA_NET_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+MAMBA2_FAMILIES = ("granitemoehybrid", "falcon_h1")
+STATE_FAMILIES = (*LFM2_FAMILIES, *DELTA_NET_FAMILIES, *MAMBA2_FAMILIES)
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
 
@@ -330,6 +368,8 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
         return 0.2 * value + _norm_center(name, config["model_type"])
     if name.endswith("A_log"):
         return 0.5 * value - 1.0  # states that fade over some tens of tokens
+    if name.endswith(".D"):
+        return value
     if name.endswith(("bias", "sinks")):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
@@ -359,7 +399,10 @@ def norm_shapes(name: str, size: int) -> Shapes:
 def shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    last_norm = "embedding_norm" if config["model_type"] in LFM2_FAMILIES else "norm"
+    family = config["model_type"]
+    last_norm = {"falcon_h1": "final_layernorm", **dict.fromkeys(LFM2_FAMILIES, "embedding_norm")}.get(
+        family, "norm"
+    )
     result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), f"model.{last_norm}.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (vocab, hidden)
@@ -370,8 +413,14 @@ def shapes(config: dict[str, Any]) -> Shapes:
         is_dense |= not is_sparse or index < config.get("num_dense_layers", 0)
         feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
         layer_type = _layer_type(config, index)
-        branch = {"conv": _short_conv_shapes, "linear_attention": _delta_net_shapes}
+        is_mamba = config["model_type"] in MAMBA2_FAMILIES
+        branch = {
+            "conv": _short_conv_shapes,
+            "linear_attention": _mamba2_shapes if is_mamba else _delta_net_shapes,
+        }
         mixer = branch.get(layer_type, _attention_shapes)(config)
+        if family == "falcon_h1":
+            mixer |= _mamba2_shapes(config)
         layer = {**_norm_shapes(config), **mixer, **feed_forward}
         result |= {prefix + name: shape for name, shape in layer.items()}
     return result
@@ -380,7 +429,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
 def _layer_type(config: dict[str, Any], index: int) -> str:
     family = config["model_type"]
     if "layer_types" in config:
-        return str(config["layer_types"][index])
+        layer_type = str(config["layer_types"][index])
+        return {"mamba": "linear_attention", "attention": "full_attention"}.get(layer_type, layer_type)
     if family in LFM2_FAMILIES:
         return "full_attention" if index in config["full_attn_idxs"] else "conv"
     if family not in DELTA_NET_FAMILIES or (index + 1) % config.get("full_attention_interval", 4) == 0:
@@ -391,6 +441,8 @@ def _layer_type(config: dict[str, Any], index: int) -> str:
 def _norm_shapes(config: dict[str, Any]) -> Shapes:
     if config["model_type"] in LFM2_FAMILIES:
         names = ["operator_norm", "ffn_norm"]
+    elif config["model_type"] == "falcon_h1":
+        names = ["input_layernorm", "pre_ff_layernorm"]
     elif config["model_type"] in POST_NORM_FAMILIES:
         names = ["post_attention_layernorm", "post_feedforward_layernorm"]
     else:
@@ -406,6 +458,21 @@ def _short_conv_shapes(config: dict[str, Any]) -> Shapes:
     result |= linear_shapes("conv.out_proj", hidden, hidden, bias)
     result["conv.conv.weight"] = (hidden, 1, config.get("conv_L_cache", 3))
     return {**result, "conv.conv.bias": (hidden,)} if bias else result
+
+
+def _mamba2_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * hidden
+    channels, name = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"], "mamba"
+    bias = config.get("mamba_proj_bias", False)
+    result = {
+        **linear_shapes(f"{name}.in_proj", inner + channels + heads, hidden, bias),
+        **linear_shapes(f"{name}.out_proj", hidden, inner, config.get("projectors_bias", bias)),
+        f"{name}.conv1d.weight": (channels, 1, config.get("mamba_d_conv", 4)),
+        **{f"{name}.{vector}": (heads,) for vector in ("A_log", "dt_bias", "D")},
+        **({f"{name}.norm.weight": (inner,)} if config.get("mamba_rms_norm", True) else {}),
+    }
+    return {**result, f"{name}.conv1d.bias": (channels,)} if config.get("mamba_conv_bias", True) else result
 
 
 def _delta_net_shapes(config: dict[str, Any]) -> Shapes:
@@ -463,10 +530,12 @@ def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     outputs = (
         {"gate_up_proj": 2 * size} if config["model_type"] == "phi3" else {"gate_proj": size, "up_proj": size}
     )
-    result: Shapes = {f"mlp.{name}.weight": (width, hidden) for name, width in outputs.items()}
-    result["mlp.down_proj.weight"] = (hidden, size)
+    module = "feed_forward" if config["model_type"] == "falcon_h1" else "mlp"
+    result: Shapes = {f"{module}.{name}.weight": (width, hidden) for name, width in outputs.items()}
+    result[f"{module}.down_proj.weight"] = (hidden, size)
     if config.get("mlp_bias") or config.get("use_bias"):
-        result |= {f"mlp.{name}.bias": (width,) for name, width in {**outputs, "down_proj": hidden}.items()}
+        widths = {**outputs, "down_proj": hidden}
+        result |= {f"{module}.{name}.bias": (width,) for name, width in widths.items()}
     return result
 
 
@@ -485,15 +554,14 @@ def _moe_shapes(config: dict[str, Any]) -> Shapes:
             "mlp.experts.down_proj_bias": (experts, hidden),
         }
     if family.startswith("granite"):
-        result: Shapes = {
+        result: Shapes = _granite_shared_shapes(config)
+        if not experts:
+            return result
+        return result | {
             "block_sparse_moe.router.layer.weight": (experts, hidden),
             "block_sparse_moe.input_linear.weight": (experts, 2 * size, hidden),
             "block_sparse_moe.output_linear.weight": (experts, hidden, size),
         }
-        if shared:
-            result["shared_mlp.input_linear.weight"] = (2 * shared, hidden)
-            result["shared_mlp.output_linear.weight"] = (hidden, shared)
-        return result
     has_short_names = family in ("mixtral", "lfm2_moe")
     module = {"mixtral": "block_sparse_moe", "lfm2_moe": "feed_forward"}.get(family, "mlp")
     result = {f"{module}.gate.weight": (experts, hidden)}
@@ -508,6 +576,17 @@ def _moe_shapes(config: dict[str, Any]) -> Shapes:
         result["mlp.shared_expert.down_proj.weight"] = (hidden, shared)
         result["mlp.shared_expert_gate.weight"] = (1, hidden)
     return result
+
+
+def _granite_shared_shapes(config: dict[str, Any]) -> Shapes:
+    """The shared expert, or the MLP."""
+    hidden, size = config["hidden_size"], config.get("shared_intermediate_size")
+    if not size:
+        return {}
+    return {
+        "shared_mlp.input_linear.weight": (2 * size, hidden),
+        "shared_mlp.output_linear.weight": (hidden, size),
+    }
 
 
 def write_json(path: Path, values: Any) -> None:

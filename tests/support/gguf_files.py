@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -20,13 +21,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
-from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES
+from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES, MAMBA2_FAMILIES
 
 ARCHITECTURES = {
     "mistral": "llama",
+    "falcon_h1": "falcon-h1",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "granitemoeshared": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
     "hunyuan_v1_dense": "hunyuan-dense",
     "lfm2_moe": "lfm2moe",
     "ministral3": "mistral3",
@@ -87,11 +90,14 @@ def write_gguf(
         writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
     )
     tensors = stack_experts(load_file(checkpoint / "model.safetensors"), fuse_experts)
+    if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
+        tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
     for name, tensor in (tensors if join_qkvz else split_qkvz(tensors, config)).items():
         file_name = gguf_name(name, architecture)
         values = to_gguf_layout(name, tensor, config)
         named_type = tensor_type(file_name) if callable(tensor_type) else tensor_type
-        is_float = values.ndim == 1 or file_name.endswith(("conv.weight", "conv1d.weight"))
+        is_float = values.ndim == 1 or file_name.endswith(("conv.weight", "conv1d.weight", "norm.weight"))
+        is_float |= file_name.endswith(("ssm_a", "ssm_d"))
         is_float |= "ffn_gate_inp" in file_name or file_name.endswith("bias")
         stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
@@ -193,8 +199,10 @@ def _feed_forward_length(config: dict[str, Any]) -> int:
 def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of families whose layers have states."""
     family, types = config["model_type"], config.get("layer_types", [])
+    kv_heads = config["num_key_value_heads"]
+    if family in MAMBA2_FAMILIES:
+        return _mamba2_keys(config, [kv_heads * (item == "full_attention") for item in types])
     if family in LFM2_FAMILIES:
-        kv_heads = config["num_key_value_heads"]
         keys = {
             "attention.head_count_kv": [kv_heads * (item == "full_attention") for item in types],
             "shortconv.l_cache": config.get("conv_L_cache", 3),
@@ -214,6 +222,22 @@ def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
     }
     return keys if family == "qwen3_next" else keys | {"rope.dimension_sections": [11, 11, 10, 0]}
+
+
+def _mamba2_keys(config: dict[str, Any], kv_heads: list[int]) -> dict[str, Any]:
+    keys = {
+        "ssm.conv_kernel": config.get("mamba_d_conv", 4),
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+    }
+    if config["model_type"] == "falcon_h1":
+        return keys
+    keys |= {"attention.head_count_kv": kv_heads, "rope.scaling.finetuned": False}
+    if not config["num_local_experts"]:
+        keys["feed_forward_length"] = config["shared_intermediate_size"]
+    return keys
 
 
 def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -277,6 +301,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     """Changes by the converter: permuted rows of q and k, norms plus 1, and those of states."""
     value = _to_state_layout(name, tensor.to(torch.float32), config)
+    if config["model_type"] == "falcon_h1":
+        value = _multiply(name, value, config)
     family = config["model_type"]
     if family in DELTA_NET_FAMILIES and name.endswith("norm.weight") and "linear_attn" not in name:
         value = value + 1
@@ -299,6 +325,11 @@ def _to_state_layout(name: str, value: Tensor, config: dict[str, Any]) -> Tensor
         value = value.squeeze(1)
     if name.endswith("A_log"):
         value = -value.exp()
+    if config["model_type"] in MAMBA2_FAMILIES:
+        if name.endswith(("A_log", ".D")):
+            value = value[:, None]
+        elif name.endswith("mamba.norm.weight"):
+            value = value.view(config["mamba_n_groups"], -1)
     if config["model_type"] not in ("qwen3_5_text", "qwen3_5_moe_text") or ".linear_attn." not in name:
         return value
     groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
@@ -311,6 +342,32 @@ def _to_state_layout(name: str, value: Tensor, config: dict[str, Any]) -> Tensor
         return _tile(value.t(), groups, heads, size).t()
     sizes = {"in_proj_z": size, **dict.fromkeys(("in_proj_a", "in_proj_b", "A_log", "dt_bias"), 1)}
     return _tile(value, groups, heads, sizes[last]) if last in sizes else value
+
+
+def _multiply(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
+    """Falcon-H1's multipliers, which the converter puts into the weights."""
+
+    def factor(*names: str) -> float:
+        return math.prod(config.get(f"{name}_multiplier", 1.0) for name in names)
+
+    module = name.split(".")[-2]
+    gate, down = config.get("mlp_multipliers", (1.0, 1.0))
+    factors = {
+        "embed_tokens": factor("embedding"),
+        "lm_head": factor("lm_head"),
+        **{f"{letter}_proj": factor("attention_in") for letter in "qv"},
+        "k_proj": factor("attention_in", "key"),
+        "o_proj": factor("attention_out"),
+        "out_proj": factor("ssm_out"),
+        "gate_proj": gate,
+        "down_proj": down,
+    }
+    if module != "in_proj":
+        return value * factors.get(module, 1.0)
+    inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = torch.tensor((inner, inner, groups, groups, config["mamba_n_heads"]))
+    parts = [factor("ssm_in") * part for part in config.get("ssm_multipliers", (1.0,) * 5)]
+    return value * torch.tensor(parts).repeat_interleave(sizes)[:, None]
 
 
 def _tile(rows: Tensor, groups: int, heads: int, size: int) -> Tensor:

@@ -28,6 +28,29 @@ from tests.support.gguf_files import Kind, quantize, to_gguf_layout, write_gguf
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 WIDE_FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        **WIDE,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 16,
+        "embedding_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "key_multiplier": 1.0,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0,
+        "ssm_multipliers": ...,
+        "mlp_multipliers": ...,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "shared_intermediate_size": 256,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 32,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    },
     "lfm2": {"hidden_size": 256, "intermediate_size": 384, "block_multiple_of": 256},
     "qwen3_5_text": {**WIDE, "linear_num_value_heads": 8},
     "qwen3_5_moe_text": {
@@ -62,6 +85,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen35-tied": ("qwen3_5_text", {"tie_word_embeddings": True}, {"rope__dimension_sections": None}),
     "qwen35moe-fused-experts": ("qwen3_5_moe_text", {}, {"fuse_experts": True}),
     "qwen3next-joined": ("qwen3_next", {}, {"join_qkvz": True}),
+    "falcon-h1": ("falcon_h1", {}, {}),
+    "falcon-h1-biases": (
+        "falcon_h1",
+        {"mamba_conv_bias": False, "mamba_d_conv": 3, "tie_word_embeddings": True, "lm_head_multiplier": 2.0},
+        {},
+    ),
+    "granitehybrid-experts": ("granitemoehybrid", {}, {}),
+    "granitehybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}, {}),
+    "granitehybrid-biases": (
+        "granitemoehybrid",
+        {
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+        },
+        {},
+    ),
     "lfm2-attention-only": ("lfm2", {"layer_types": ["full_attention"] * 3}, {}),
     "lfm2-kernel": ("lfm2", {"conv_L_cache": 5}, {}),
     "lfm2moe-two-dense": ("lfm2_moe", {"num_dense_layers": 2, "routed_scaling_factor": 1.0}, {}),
@@ -204,6 +245,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2_moe", {"leading_dense_block_count": 0}, "is 0, but tensor `blk.0.ffn_gate_inp.weight` is missing"),
     ("lfm2_moe", {"leading_dense_block_count": 2}, "is 2, but tensor `blk.1.ffn_up.weight` is missing"),
     ("lfm2_moe", {"feed_forward_length": 100}, "feed_forward_length` makes 100 rows of tensor `blk.0.ffn_up"),
+    ("falcon_h1", {"ssm__inner_size": 64}, "inner_size` makes 64 columns of tensor `blk.0.ssm_out.weight`"),
+    ("falcon_h1", {"ssm__state_size": None}, "lacks `falcon-h1.ssm.state_size`"),
+    ("granitemoehybrid", {"rope__scaling__finetuned": True}, "finetuned` must be false here"),
+    ("granitemoehybrid", {"ssm__group_count": 3}, "time_step_rank` must be a multiple of ssm.group_count, 3"),
+    ("granitemoehybrid", {"ssm__group_count": 2}, "group_count` makes 256 rows of tensor `blk.0.ssm_conv1d"),
+    ("granitemoehybrid", {"ssm__inner_size": 64}, "inner_size` makes 64 columns of tensor `blk.0.ssm_out"),
+    ("granitemoehybrid", {"ssm__time_step_rank": 4}, "time_step_rank` makes 4 rows of tensor `blk.0.ssm_a`"),
+    ("granitemoehybrid", {"ssm__state_size": 16}, "group_count` makes 160 rows of tensor `blk.0.ssm_conv1d"),
+    ("granitemoehybrid", {"expert_count": 0}, "expert_count` is 0, but tensor `blk.0.ffn_down_exps"),
+    (
+        "granitemoehybrid",
+        {"attention__head_count_kv": [2, 2, 0]},
+        "head_count_kv` gives layer 0 attention, but tensor `blk.0.attn_k.weight` is missing",
+    ),
     ("qwen3_5_text", {"ssm__group_count": 1}, "ssm.group_count` makes 160 rows of tensor `blk.0.ssm_conv1d"),
     ("qwen3_5_text", {"ssm__group_count": 3}, "time_step_rank` must be a multiple of ssm.group_count, 3"),
     ("qwen3_5_text", {"ssm__time_step_rank": 8}, "time_step_rank` makes 8 rows of tensor `blk.0.ssm_a`"),
@@ -251,6 +306,8 @@ def test_contradicting_keys_are_named(
 
 
 TENSORS = [
+    *(("granitemoehybrid", f"mamba.{name}.weight") for name in ("in_proj", "conv1d", "norm", "out_proj")),
+    *(("granitemoehybrid", f"mamba.{name}") for name in ("A_log", "dt_bias", "D")),
     *(("lfm2", f"conv.{name}.weight") for name in ("in_proj", "conv", "out_proj")),
     ("lfm2_moe", "feed_forward.expert_bias"),
     *(("qwen3_5_text", f"linear_attn.{name}.weight") for name in ("in_proj_qkv", "in_proj_z", "in_proj_a")),
@@ -269,7 +326,7 @@ def test_missing_and_wrongly_shaped_tensors_are_named(
 ) -> None:
     options = {"routed_scaling_factor": 1.0} if family == "lfm2_moe" else {}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **options)
-    layer = 0 if name.startswith(("conv", "linear")) else 1
+    layer = 0 if name.startswith(("conv", "linear", "mamba")) else 1
     full_name = f"model.layers.{layer}.{name}"
     tensors: dict[str, Tensor] = load_file(checkpoint / "model.safetensors")
     file_name = gguf_name(full_name, "")

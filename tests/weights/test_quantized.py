@@ -28,7 +28,6 @@ from foreword.weights.quantized.quantized_weights import QuantizedWeights
 from tests.support.budget import is_full
 from tests.support.checkpoints import (
     FAMILIES,
-    MOE_FAMILIES,
     VOCAB_SIZE,
     change_config,
     change_tensors,
@@ -126,7 +125,7 @@ def test_logits_equal_the_dequantized_checkpoint_in_transformers(
 
 
 # Projections of branches with state; those of few rows are usually not quantized
-STATE_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "w1", "w2", "w3")
+STATE_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj", "w1", "w2", "w3")
 FEW_ROWS = ("in_proj_a", "in_proj_b", "in_proj_ba")
 EXCLUDING: dict[str, dict[str, Any]] = {
     "awq": {"modules_to_not_convert": [*FEW_ROWS, "shared_expert_gate"]},
@@ -146,6 +145,8 @@ STATE_CASES = [  # family, format, whether matrices of few rows are floats
     *itertools.product(("qwen3_next",), ("gptq", "pack-quantized"), (True, False)),
     ("qwen3_5_moe_text", "fp8-block", True),
     ("lfm2_moe", "pack-quantized", False),
+    *(("granitemoehybrid", kind, False) for kind in ("awq", "fp8-block")),
+    *(("falcon_h1", kind, False) for kind in ("gptq", "fp8-block", "float-quantized-channel")),
 ]
 
 
@@ -154,7 +155,7 @@ def test_families_with_states_equal_their_dequantized_checkpoint(
     family: str, kind: str, is_excluding: bool, tmp_path: Path
 ) -> None:
     """Rows of fused projections and of q with its gate are reordered with their scales."""
-    inner = {"moe_intermediate_size": 64} if family in MOE_FAMILIES else {}
+    inner = {"moe_intermediate_size": 64} if "moe_intermediate_size" in FAMILIES[family] else {}
     if "shared_expert_intermediate_size" in FAMILIES[family]:
         inner["shared_expert_intermediate_size"] = 96
     source = write_checkpoint(tmp_path / "source", family, seed=1, **inner)

@@ -86,7 +86,8 @@ GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
 TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 # The converter reorders rows of q and k.
 TILED_VALUE_ARCHITECTURES = ("qwen35", "qwen35moe")  # see TiledValueHeads
-PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
+SCALED_ARCHITECTURES = ("falcon-h1",)  # the converter multiplies weights, and the file does not say by what
+PERMUTED_QK_ARCHITECTURES = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EXPERTS_MARK = "_exps."  # in names of tensors
 HEAD_TENSOR = "output.weight"
@@ -94,6 +95,7 @@ MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
+        "model.final_layernorm.weight": "output_norm.weight",
         "model.embedding_norm.weight": "token_embd_norm.weight",  # LFM2's last norm
         "lm_head.weight": HEAD_TENSOR,
     }
@@ -114,12 +116,23 @@ EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
         "down_proj": "ffn_down_exps",
     }
 )
+MAMBA2_TENSORS: Mapping[str, str] = MappingProxyType(
+    {
+        "in_proj": "ssm_in",
+        "conv1d": "ssm_conv1d",
+        "dt": "ssm_dt",
+        "norm": "ssm_norm",
+        "out_proj": "ssm_out",
+    }
+)
 STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "operator_norm": "attn_norm",
         "self_attn.out_proj": "attn_output",
         "self_attn.q_layernorm": "attn_q_norm",
         "self_attn.k_layernorm": "attn_k_norm",
+        "pre_ff_layernorm": "ffn_norm",
+        **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w3": "ffn_up",
         "feed_forward.w2": "ffn_down",
@@ -137,9 +150,21 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "linear_attn.dt": "ssm_dt",
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
+        **{f"mamba.{ours}": theirs for ours, theirs in MAMBA2_TENSORS.items()},
     }
 )
-DECAY_NAMES = ("linear_attn.A_log", "linear_attn.A")  # the file has -exp(A_log), without a suffix
+MAMBA2_MODULES = ("mamba",)
+# Without a suffix; the file has -exp(A_log).
+BARE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            f"{module}.A{suffix}": "ssm_a"
+            for module in ("linear_attn", *MAMBA2_MODULES)
+            for suffix in ("", "_log")
+        },
+        **{f"{module}.D": "ssm_d" for module in MAMBA2_MODULES},
+    }
+)
 LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm": "attn_norm",
@@ -188,8 +213,8 @@ def gguf_name(name: str, architecture: str) -> str:
     match = LAYER_TENSOR_PATTERN.fullmatch(name)
     if match is None:
         return MODEL_TENSOR_NAMES.get(name, name)
-    if match[2] in DECAY_NAMES:
-        return f"blk.{match[1]}.ssm_a"
+    if match[2] in BARE_NAMES:
+        return f"blk.{match[1]}.{BARE_NAMES[match[2]]}"
     has_post_norms = architecture.startswith("gemma") or architecture in POST_ATTENTION_NORM_ARCHITECTURES
     inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
     inner = inner or LAYER_TENSOR_NAMES.get(match[2], match[2])
@@ -348,8 +373,9 @@ class GGUFWeights:
             raise CheckpointError(
                 f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
             )
-        # A single row may be a vector, and convolutions lack their inputs' dimension.
-        if tuple(shape) not in (info.shape, (1, *info.shape), (*info.shape[:1], 1, *info.shape[1:])):
+        # A single row may be a vector, and a vector several rows; convolutions lack their inputs' dimension.
+        same = info.shape, (1, *info.shape), (*info.shape[:1], 1, *info.shape[1:]), (info.num_values,)
+        if tuple(shape) not in same:
             raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
         self._read_names.add(info.name)
         return info

@@ -21,6 +21,7 @@ from foreword.weights.gguf.state_config import (
     DELTA_NET_ARCHITECTURES,
     LFM2_ARCHITECTURES,
     STATE_ARCHITECTURES,
+    falcon_h1_options,
     read_attention_layers,
     read_kv_heads,
     read_num_dense_layers,
@@ -33,10 +34,12 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "ernie4_5": "ernie4_5",
         "exaone4": "exaone4",
+        "falcon-h1": "falcon_h1",
         "gemma2": "gemma2",
         "gemma3": "gemma3_text",
         "gpt-oss": "gpt_oss",
         "granite": "granite",
+        "granitehybrid": "granitemoehybrid",
         "granitemoe": "granitemoe",  # granitemoeshared if it has a shared expert
         "hunyuan-dense": "hunyuan_v1_dense",
         "lfm2": "lfm2",
@@ -74,6 +77,7 @@ GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma
 BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "ernie4_5": {"use_bias": "attn_q"},
+        "falcon-h1": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "gpt-oss": {"attention_bias": "attn_q"},
         "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "granitemoe": {"attention_bias": "attn_q"},
@@ -163,11 +167,13 @@ def _check_shape(metadata: MetadataReader) -> None:
 
 
 def _has_experts(metadata: MetadataReader) -> bool:
-    return metadata.architecture in MOE_ARCHITECTURES or _is_mixtral(metadata)
+    if metadata.architecture in ("granitehybrid", "llama"):
+        return metadata.get_int("expert_count", 0, low=0) > 0
+    return metadata.architecture in MOE_ARCHITECTURES
 
 
 def _is_mixtral(metadata: MetadataReader) -> bool:
-    return metadata.architecture == "llama" and metadata.get_int("expert_count", 0, low=0) > 0
+    return metadata.architecture == "llama" and _has_experts(metadata)
 
 
 def _check_experts(metadata: MetadataReader) -> None:
@@ -289,7 +295,7 @@ def _expert_options(metadata: MetadataReader) -> Options:
         options["norm_topk_prob"] = renormalizes
     if name in SHARED_EXPERT_ARCHITECTURES:
         options["shared_expert_intermediate_size"] = metadata.get_int(SHARED_SIZE)
-    if name == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
+    if name in ("granitehybrid", "granitemoe") and metadata.get_int(SHARED_SIZE, 0, low=0):
         options["shared_intermediate_size"] = metadata.get_int(SHARED_SIZE)
     return options
 
@@ -303,6 +309,10 @@ def _family_options(metadata: MetadataReader) -> Options:
     """Activation (no key declares it), windows, softcaps and multipliers."""
     if metadata.architecture.startswith("gemma"):
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
+    if metadata.architecture == "falcon-h1":
+        return falcon_h1_options(metadata)
+    if metadata.architecture == "granitehybrid":
+        return state_options(metadata) | _granite_hybrid_options(metadata)
     if metadata.architecture in STATE_ARCHITECTURES:
         return state_options(metadata)
     options: Options = {"hidden_act": "silu"}
@@ -325,8 +335,29 @@ def _family_options(metadata: MetadataReader) -> Options:
     return options
 
 
+def _granite_hybrid_options(metadata: MetadataReader) -> Options:
+    """Without experts the MLP has the place of the shared expert."""
+    metadata.require_value("rope.scaling.finetuned", False)  # true in files of Bamba, which has RoPE
+    inner, hidden = metadata.get_int("ssm.inner_size"), metadata.get_int("embedding_length")
+    if inner % hidden:
+        raise metadata.error("ssm.inner_size", f"must be a multiple of embedding_length, {hidden}")
+    options: Options = {
+        "mamba_expand": inner // hidden,
+        "position_embedding_type": "nope",
+        "num_local_experts": metadata.get_int("expert_count", 0, low=0),
+    }
+    if not options["num_local_experts"]:
+        options["shared_intermediate_size"] = metadata.get_int("feed_forward_length")
+        metadata.ignore(SHARED_SIZE)
+    return options | _granite_multipliers(metadata)
+
+
 def _granite_options(metadata: MetadataReader) -> Options:
     metadata.require_value("rope.scaling.finetuned", True)  # false means no RoPE here
+    return _granite_multipliers(metadata)
+
+
+def _granite_multipliers(metadata: MetadataReader) -> Options:
     return {
         "attention_multiplier": metadata.get_optional_float("attention.scale")
         or metadata.get_head_dim() ** -0.5,

@@ -1,4 +1,4 @@
-"""Options of config.json for GGUF architectures whose layers have states: LFM2, Qwen3-Next and Qwen3.5."""
+"""Options of config.json for GGUF architectures whose layers have states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from foreword.weights.gguf.metadata import MetadataReader
 
 LFM2_ARCHITECTURES = ("lfm2", "lfm2moe")
 DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
-STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES)
+MAMBA2_ARCHITECTURES = ("granitehybrid",)
+STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
 INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
 MAX_MROPE_SECTIONS = 4
 KV_HEADS, DENSE_LAYERS = "attention.head_count_kv", "leading_dense_block_count"
@@ -40,9 +41,10 @@ def split_mtp_head(gguf: GGUFFile) -> tuple[GGUFFile, int]:
 
 
 def read_kv_heads(metadata: MetadataReader) -> int:
-    """Heads of keys and values. LFM2 has one number per layer, 0 for a convolution."""
+    """Heads of keys and values. LFM2 and Mamba-2 hybrids have one number per layer, 0 for a state."""
     counts: list[int] | int | None = metadata.get(KV_HEADS, None)
-    if metadata.architecture not in LFM2_ARCHITECTURES or not isinstance(counts, list):
+    has_counts = metadata.architecture in (*LFM2_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
+    if not has_counts or not isinstance(counts, list):
         return metadata.get_int(KV_HEADS, metadata.get_int("attention.head_count"))
     blocks = metadata.get_int("block_count")
     is_valid = all(type(count) is int and 0 <= count <= MAX_INT for count in counts)
@@ -70,7 +72,7 @@ def read_attention_layers(metadata: MetadataReader) -> list[bool]:
 
 def _read_layer_flags(metadata: MetadataReader, num_layers: int) -> tuple[str, list[bool]]:
     """The key that decides, and whether each layer has attention."""
-    if metadata.architecture in LFM2_ARCHITECTURES:
+    if metadata.architecture not in DELTA_NET_ARCHITECTURES:
         read_kv_heads(metadata)
         counts = metadata.get(KV_HEADS, None)
         return KV_HEADS, [count > 0 for count in counts] if isinstance(counts, list) else [True] * num_layers
@@ -106,6 +108,8 @@ def state_options(metadata: MetadataReader) -> dict[str, Any]:
     flags = read_attention_layers(metadata)
     if metadata.architecture in LFM2_ARCHITECTURES:
         return _lfm2_options(metadata, flags)
+    if metadata.architecture in MAMBA2_ARCHITECTURES:
+        return _granite_options(metadata, flags)
     return _delta_net_options(metadata, flags)
 
 
@@ -123,8 +127,43 @@ def _lfm2_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]
     return options | {"num_dense_layers": read_num_dense_layers(metadata), "use_expert_bias": True}
 
 
-def _delta_net_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]:
-    _check_mrope_sections(metadata)
+def _granite_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]:
+    block = f"blk.{flags.index(False)}" if False in flags else None
+    return {
+        **_mamba2_options(metadata, block),
+        "layer_types": ["full_attention" if has_attention else "linear_attention" for has_attention in flags],
+        "attention_bias": f"blk.{flags.index(True)}.attn_q.bias" in metadata.tensors,
+    }
+
+
+def falcon_h1_options(metadata: MetadataReader) -> dict[str, Any]:
+    """Of layers with attention and a state; multipliers are those of the weights in the file."""
+    return {
+        **_mamba2_options(metadata, "blk.0"),
+        "mamba_d_ssm": metadata.get_int("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in metadata.tensors,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": "blk.0.ssm_out.bias" in metadata.tensors,
+    }
+
+
+def _mamba2_options(metadata: MetadataReader, block: str | None) -> dict[str, Any]:
+    """block  that tells which biases there are"""
+    kernel_size, groups, heads, state_dim, head_dim = _read_ssm_shape(metadata, block)
+    return {
+        "hidden_act": "silu",
+        "mamba_d_conv": kernel_size,
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_state": state_dim,
+        "mamba_d_head": head_dim,
+        "mamba_conv_bias": f"{block}.ssm_conv1d.bias" in metadata.tensors,
+        "mamba_proj_bias": f"{block}.ssm_in.bias" in metadata.tensors,
+    }
+
+
+def _read_ssm_shape(metadata: MetadataReader, block: str | None) -> tuple[int, int, int, int, int]:
+    """Kernel size, groups, value heads, sizes of a key and of a value, compared with a block's tensors."""
     key_heads, value_heads = metadata.get_int("ssm.group_count"), metadata.get_int("ssm.time_step_rank")
     key_dim, inner = metadata.get_int("ssm.state_size"), metadata.get_int("ssm.inner_size")
     kernel_size = metadata.get_int("ssm.conv_kernel")
@@ -132,13 +171,21 @@ def _delta_net_options(metadata: MetadataReader, flags: list[bool]) -> dict[str,
         raise metadata.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank, {value_heads}")
     if value_heads % key_heads:
         raise metadata.error("ssm.time_step_rank", f"must be a multiple of ssm.group_count, {key_heads}")
-    if False in flags:
-        block = f"blk.{flags.index(False)}"
+    if block is not None:
         convolution = f"{block}.ssm_conv1d.weight"
-        metadata.check_dimension("ssm.time_step_rank", f"{block}.ssm_a", 0, value_heads, 1)
+        decays, num_dims = f"{block}.ssm_a", 2 - (metadata.architecture in DELTA_NET_ARCHITECTURES)
+        metadata.check_dimension("ssm.time_step_rank", decays, 0, value_heads, num_dims)
         metadata.check_dimension("ssm.inner_size", f"{block}.ssm_out.weight", 1, inner)
         metadata.check_dimension("ssm.group_count", convolution, 0, 2 * key_heads * key_dim + inner)
         metadata.check_dimension("ssm.conv_kernel", convolution, 1, kernel_size)
+    return kernel_size, key_heads, value_heads, key_dim, inner // value_heads
+
+
+def _delta_net_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, Any]:
+    _check_mrope_sections(metadata)
+    kernel_size, key_heads, value_heads, key_dim, value_dim = _read_ssm_shape(
+        metadata, f"blk.{flags.index(False)}" if False in flags else None
+    )
     return {
         "hidden_act": "silu",
         "layer_types": ["full_attention" if has_attention else "linear_attention" for has_attention in flags],
@@ -146,7 +193,7 @@ def _delta_net_options(metadata: MetadataReader, flags: list[bool]) -> dict[str,
         "linear_key_head_dim": key_dim,
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": inner // value_heads,
+        "linear_value_head_dim": value_dim,
     }
 
 
