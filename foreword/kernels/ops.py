@@ -222,11 +222,16 @@ class Ops(Protocol):
         """gated_act(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> PackedExperts:
         """Weights [2I, H] and [H, I] of each expert, with their biases; the parts may be moved.
 
-        bias float32 [E]: added to the scores that choose experts, with scoring "sigmoid".
+        bias    float32 [E]: added to the scores that choose experts, with scoring "sigmoid"
+        scales  float32 [E]: factors of the experts' weights
         """
 
     def experts(
@@ -249,7 +254,7 @@ class Ops(Protocol):
     def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
         """x [T, N] * activation(gate), gate [T, N], computed in float32.
 
-        activation is "silu", "sigmoid" or "none".
+        activation is "silu", "sigmoid", "gelu_tanh" or "none".
         """
 
     def causal_conv(
@@ -315,8 +320,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """token_ids int64 [T], weight [V, H] -> [T, H] of `dtype`, times scale in float32."""
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b, both [T, H]."""
+    def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """(a + b) * scale in float32, rounded once; both [T, H]."""
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [T, H], rows int64 [R] -> [R, H]."""

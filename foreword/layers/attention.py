@@ -24,6 +24,8 @@ class AttentionConfig:
     softcap: float | None = None
     norms_all_heads: bool = False  # the norms of q and k are over all heads together, not over each
     norms_after_rope: bool = False
+    has_kv: bool = True  # False: K and V in the cache are those of an earlier layer
+    k_eq_v: bool = False  # values are keys before their norm and RoPE
     has_gate: bool = False  # the output is multiplied by sigmoid(gate), gate [T, Hq, D] after q
 
 
@@ -37,10 +39,11 @@ class ForwardContext:
     attention_metadata: AttentionMetadata
     positions: Tensor
     mrope_sections: MRopeSections | None = None
+    per_layer_inputs: Tensor | None = None  # [T, L * P], see PerLayerEmbedding
 
 
 class Attention:
-    """Fused projection of q, a gate, k and v; norms of q and k (both or neither), RoPE, output projection."""
+    """Fused projection of q, a gate, k and v; norms of q, k (both or neither) and v, RoPE, out projection."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Attention:
         out: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        v_norm: RMSNorm | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         self._ops = ops
@@ -58,6 +62,7 @@ class Attention:
         self._out = out
         self._q_norm = q_norm
         self._k_norm = k_norm
+        self._v_norm = v_norm
         self._sinks = sinks  # float32 [Hq], see Ops.attention
 
     def __call__(
@@ -66,20 +71,13 @@ class Attention:
         """x [T, H] -> [T, H], plus `residual` [T, H]. Rows of a step attend through the cache."""
         config, batch = self._config, context.batch
         first_k = config.heads * (1 + config.has_gate)
-        first_v = first_k + config.kv_heads
-        qkv = self._qkv(x).view(x.shape[0], first_v + config.kv_heads, config.head_dim)
-        q, k, v = qkv[:, : config.heads], qkv[:, first_k:first_v], qkv[:, first_v:]
-        if not config.norms_after_rope:
-            q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
-        rotation = context.positions, context.mrope_sections
-        if config.norms_after_rope or context.query_cos_sin is not context.cos_sin:
-            q = self._ops.rope(q, context.query_cos_sin, *rotation)
-            k = self._ops.rope(k, context.cos_sin, *rotation)
-            if config.norms_after_rope:
-                q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
-            self._ops.write_kv(k, v, cache, batch.slots)
+        qkv = self._qkv(x).view(x.shape[0], -1, config.head_dim)
+        q, kv = qkv[:, : config.heads], qkv[:, first_k:]
+        if config.has_kv:
+            q = self._rotate_and_cache(q, kv, context, cache)
         else:
-            q = self._ops.rope_and_cache(q, k, v, context.cos_sin, *rotation, cache, batch.slots)
+            q = self._normalize(q, self._q_norm)
+            q = self._ops.rope(q, context.query_cos_sin, context.positions, context.mrope_sections)
         attended = self._ops.attention(
             q,
             cache,
@@ -94,6 +92,23 @@ class Attention:
         if config.has_gate:
             y = self._ops.gate(y, qkv[:, config.heads : first_k].flatten(1), "sigmoid")
         return self._out(y, residual)
+
+    def _rotate_and_cache(self, q: Tensor, kv: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
+        """q [T, Hq, D] -> the same with norm and RoPE; K and V of kv [T, 2 * Hk, D] (k_eq_v: [T, Hk, D])."""
+        config, slots = self._config, context.batch.slots
+        k, v = kv[:, : config.kv_heads], kv[:, -config.kv_heads :]
+        if not config.norms_after_rope:
+            q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
+        v = self._normalize(v, self._v_norm)
+        rotation = context.positions, context.mrope_sections
+        if not config.norms_after_rope and context.query_cos_sin is context.cos_sin:
+            return self._ops.rope_and_cache(q, k, v, context.cos_sin, *rotation, cache, slots)
+        q = self._ops.rope(q, context.query_cos_sin, *rotation)
+        k = self._ops.rope(k, context.cos_sin, *rotation)
+        if config.norms_after_rope:
+            q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
+        self._ops.write_kv(k, v, cache, slots)
+        return q
 
     def _normalize(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """[T, heads, D] -> [T, heads, D]"""

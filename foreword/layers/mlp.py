@@ -54,8 +54,9 @@ class MoE:
         self._experts = experts
         self._shared = shared
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, H] -> [T, H], plus `residual` [T, H]"""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, router_x: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], plus `residual` [T, H]; router_x [T, H]: input of the router, if it is not x"""
         if self._shared is not None:
             residual = self._shared(x, residual)
-        return self._ops.experts(x, self._router(x), self._experts, self._config, residual)
+        logits = self._router(x if router_x is None else router_x)
+        return self._ops.experts(x, logits, self._experts, self._config, residual)

@@ -21,6 +21,10 @@ class RMSNorm:
         self._weight = weight + offset
         self._eps = eps
 
+    def without_weight(self) -> RMSNorm:
+        """The same norm with a weight of 1."""
+        return RMSNorm(self._ops, torch.ones_like(self._weight), self._eps)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
         return self._ops.rms_norm(x, self._weight, self._eps)

@@ -38,6 +38,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     mrope_sections: MRopeSections | None = None  # axis of each angle, in models with M-RoPE
+    turned_share: float = 1.0  # of proportional: share of the angles that turn, the fastest ones
     # Queries at position p are scaled by 1 + query_beta * log(1 + floor(p / original_max_position)).
     query_beta: float = 0.0
 
@@ -81,6 +82,13 @@ def _default(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
 
 def _linear(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     return _inverse_frequencies(config.theta, config.rotary_dim) / config.factor, 1.0
+
+
+def _proportional(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """The angles of a whole head, of which the slowest ones do not turn (Gemma 4)."""
+    inverse = _inverse_frequencies(config.theta, config.rotary_dim) / config.factor
+    inverse[int(config.turned_share * config.rotary_dim // 2) :] = 0.0
+    return inverse, 1.0
 
 
 def _dynamic(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
@@ -154,6 +162,7 @@ def _longrope(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
 ROPE_TYPES = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -13,6 +13,7 @@ from foreword.models.exaone4 import Exaone4
 from foreword.models.falcon_h1 import FalconH1
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
+from foreword.models.gemma4 import Gemma4, Gemma4Unified
 from foreword.models.gpt_oss import GptOss
 from foreword.models.granite import Granite
 from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
@@ -45,6 +46,8 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "falcon_h1": FalconH1,
         "gemma2": Gemma2,
         "gemma3_text": Gemma3Text,
+        "gemma4_text": Gemma4,
+        "gemma4_unified_text": Gemma4Unified,
         "gpt_oss": GptOss,
         "granite": Granite,
         "granitemoe": GraniteMoe,

@@ -20,6 +20,7 @@ from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
 from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
+from foreword.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput
 from foreword.layers.rope import Rope
 from foreword.layers.states import GatedDeltaNet, Mamba2, ShortConv
 from foreword.layers.weights import Weights
@@ -62,13 +63,21 @@ class LayerBuilder:
         """Whether the files have this tensor of the layer."""
         return self._weights.has(name)
 
-    def norm(self, name: str) -> RMSNorm:
-        return self._norm(self._weights, name, self._config.hidden_size)
+    def norm(self, name: str, suffix: str = ".weight", factor: float = 1.0) -> RMSNorm:
+        """`factor`: of the weight, whose name ends with `suffix`."""
+        return self._norm(self._weights, name, self._config.hidden_size, suffix, factor)
+
+    def scalar(self, name: str) -> float:
+        return float(self._weights.tensor(name, 1).item())
 
     @property
     def state_shape(self) -> StateShape | None:
         """The state of this layer; None: it has attention."""
         return state_shape_of(self._config.cache_shapes[self._index])
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
 
     @property
     def _kv_shape(self) -> KVShape:
@@ -78,38 +87,55 @@ class LayerBuilder:
 
     def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
         """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
-        config, norm = self._config, self._config.qk_norm
-        size, kv_heads = self._kv_shape.head_dim, self._kv_shape.heads
-        q, kv = config.num_heads * size, kv_heads * size
-        q_rows = q * (1 + config.attn_gate)
+        config, size = self._config, self._kv_shape.head_dim
+        q, kv = config.num_heads * size, self._kv_shape.heads * size
         orders: dict[str, Tensor] = {}
         if config.interleaved_rope:
-            assert fused is None and norm is None
+            assert fused is None and config.qk_norm is None
             orders = {
                 name: deinterleaved_order(heads * size, heads) for name, heads in self._qk_heads.items()
             }
         if config.attn_gate:
             orders["q_proj"] = split_order((size, size), config.num_heads)
         weights = ReorderedWeights(self._weights.prefixed(f"{name}."), orders)
-        outputs = {fused: q + 2 * kv} if fused else {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}
+        attention = self._attention_config()
+        outputs = {"q_proj": q * (1 + config.attn_gate)}
+        if attention.has_kv:
+            outputs |= {"k_proj": kv} if attention.k_eq_v else {"k_proj": kv, "v_proj": kv}
+        if fused:
+            outputs = {fused: q + 2 * kv}
+        q_norm = k_norm = v_norm = None
+        if config.qk_norm is not None:
+            names, sizes = config.qk_norm.names, (q, kv) if config.qk_norm.all_heads else (size, size)
+            q_norm = self._norm(weights, names[0], sizes[0])
+            k_norm = self._norm(weights, names[1], sizes[1]) if attention.has_kv else None
+        if config.v_norm and k_norm is not None:
+            v_norm = k_norm.without_weight()
         return Attention(
             self.ops,
-            AttentionConfig(
-                heads=config.num_heads,
-                kv_heads=kv_heads,
-                head_dim=size,
-                scale=config.attn_scale,
-                window=config.layer_types[self._index].window,
-                softcap=config.attn_softcap,
-                norms_all_heads=norm is not None and norm.all_heads,
-                norms_after_rope=norm is not None and norm.after_rope,
-                has_gate=config.attn_gate,
-            ),
+            attention,
             self._linear(name, weights, config.hidden_size, outputs, config.qkv_bias, orders),
             self._linear(name, weights, q, {out: config.hidden_size}, config.out_bias),
-            None if norm is None else self._norm(weights, norm.names[0], q if norm.all_heads else size),
-            None if norm is None else self._norm(weights, norm.names[1], kv if norm.all_heads else size),
+            q_norm,
+            k_norm,
+            v_norm,
             weights.tensor("sinks", config.num_heads) if config.attn_sinks else None,
+        )
+
+    def _attention_config(self) -> AttentionConfig:
+        config, shape, layer_type = self._config, self._kv_shape, self._config.layer_types[self._index]
+        return AttentionConfig(
+            heads=config.num_heads,
+            kv_heads=shape.heads,
+            head_dim=shape.head_dim,
+            scale=config.attn_scale,
+            window=layer_type.window,
+            softcap=config.attn_softcap,
+            norms_all_heads=config.qk_norm is not None and config.qk_norm.all_heads,
+            norms_after_rope=config.qk_norm is not None and config.qk_norm.after_rope,
+            has_kv=shape.source is None,
+            k_eq_v=layer_type.k_eq_v,
+            has_gate=config.attn_gate,
         )
 
     def short_conv(self, name: str) -> ShortConv:
@@ -196,6 +222,20 @@ class LayerBuilder:
         weight = weights.tensor(f"{name}.weight", shape.channels, 1, shape.kernel_size)
         return weight.squeeze(1).t().contiguous()
 
+    def per_layer_input(self, scale: float) -> PerLayerInput | None:
+        """None without per-layer embeddings; `scale` of its results."""
+        hidden, size, weights = self._config.hidden_size, self._config.per_layer_size, self._weights
+        if not size:
+            return None
+        return PerLayerInput(
+            self.ops,
+            self._linear("", weights, hidden, {"per_layer_input_gate": size}, False),
+            self._linear("", weights, size, {"per_layer_projection": hidden}, False),
+            self.norm("post_per_layer_input_norm"),
+            slice(self._index * size, (self._index + 1) * size),
+            scale,
+        )
+
     def feed_forward(
         self,
         name: str = "mlp",
@@ -203,10 +243,7 @@ class LayerBuilder:
         gate_up_names: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> MLP | MoE:
         """The mixture of experts of this layer, or else its MLP, which has these names."""
-        moe = self._config.moe
-        if moe is not None and moe.has_experts[self._index]:
-            return self._moe(moe)
-        return self.mlp(name, down_name=down_name, gate_up_names=gate_up_names)
+        return self.moe() or self.mlp(name, down_name=down_name, gate_up_names=gate_up_names)
 
     def mlp(
         self,
@@ -219,16 +256,22 @@ class LayerBuilder:
         """`fused` names a projection with gate and up; otherwise they are separate tensors."""
         config = self._config
         weights = self._weights.prefixed(f"{name}.")
-        size = size or config.intermediate_size
+        has_kv = self._index not in config.layers_without_kv
+        size = size or config.intermediate_size * (2 if config.double_wide_mlp and not has_kv else 1)
         outputs = {fused: 2 * size} if fused else dict.fromkeys(gate_up_names, size)
         gate_up = self._linear(name, weights, config.hidden_size, outputs, config.mlp_bias)
         down = self._linear(name, weights, size, {down_name: config.hidden_size}, config.mlp_bias)
         return MLP(gate_up, down, config.activation)
 
+    def moe(self) -> MoE | None:
+        """The mixture of experts of this layer, if it has one."""
+        moe = self._config.moe
+        return self._moe(moe) if moe is not None and moe.has_experts[self._index] else None
+
     def _moe(self, moe: MoEConfig) -> MoE:
-        module = moe.names.module
-        router = self._router(f"{module}.{moe.names.router}", moe.experts.num_experts, moe.bias)
-        weights, weight_format = self._weights.prefixed(f"{module}."), self._precision.linear_format
+        module = f"{moe.names.module}." if moe.names.module else ""
+        router = self._router(f"{module}{moe.names.router}", moe.experts.num_experts, moe.bias)
+        weights, weight_format = self._weights.prefixed(module), self._precision.linear_format
         experts = load_experts(self.ops, weights, weight_format, moe, self._config.hidden_size)
         return MoE(self.ops, moe.experts, router, experts, self._shared_expert(moe))
 
@@ -274,7 +317,7 @@ class LayerBuilder:
         config = self._config
         if not config.takes_lora:
             return Linear(self.ops, packed)
-        prefix = f"layers.{self._index}.{name}."
+        prefix = f"layers.{self._index}.{name}{'.' if name else ''}"
         lora = self._lora.add_linear(
             self.ops,
             {prefix + output: size for output, size in outputs.items()},
@@ -289,8 +332,10 @@ class LayerBuilder:
         )
         return Linear(self.ops, packed, lora=lora)
 
-    def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
-        weight = weights.tensor(f"{name}.weight", size)
+    def _norm(
+        self, weights: Weights, name: str, size: int, suffix: str = ".weight", factor: float = 1.0
+    ) -> RMSNorm:
+        weight = weights.tensor(f"{name}{suffix}", size) * factor
         return RMSNorm(self.ops, weight, self._config.eps, self._config.norm_offset)
 
 
@@ -319,6 +364,7 @@ class Decoder(ABC):
         embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
         scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
         self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
+        self._per_layer = self._load_per_layer(body, precision) if config.per_layer_size else None
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
         self._layer_type_indexes = tuple(map(self._layer_types.index, config.layer_types))
         self._layers = []
@@ -337,6 +383,23 @@ class Decoder(ABC):
         self.set_max_model_len(max_model_len)
         self.info = _model_info(config, weights.num_parameters, self.lora.values_per_rank)
         self.vision_encoder: VisionEncoder | None = None
+
+    def _load_per_layer(self, body: Weights, precision: Precision) -> PerLayerEmbedding:
+        """(norm(projection / sqrt(H)) + sqrt(P) * embedding) / sqrt(2)"""
+        config, size = self.config, self.config.per_layer_size
+        hidden, width = config.hidden_size, len(config.layer_types) * size
+        names = {"embed_tokens_per_layer": self.vocab_size}, {"per_layer_model_projection": width}
+        table = load_linear(self.ops, body, precision.embedding_format, width, names[0])
+        scale = torch.tensor(size**0.5, dtype=precision.dtype).item() * 2**-0.5
+        projection = load_linear(self.ops, body, precision.linear_format, hidden, names[1])
+        weight = body.tensor("per_layer_projection_norm.weight", size) * 2**-0.5
+        return PerLayerEmbedding(
+            self.ops,
+            Embedding(self.ops, table, precision.dtype, scale),
+            Linear(self.ops, projection),
+            RMSNorm(self.ops, weight, config.eps * hidden),  # as if its input were divided by sqrt(H)
+            size,
+        )
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length. Call it before anything is compiled."""
@@ -369,7 +432,7 @@ class Decoder(ABC):
         if features is not None:
             values = features.values[:, : self.config.hidden_size]
             self.ops.scatter_rows(x, features.rows, values * self.config.input_scale)
-        contexts = self._forward_contexts(batch)
+        contexts = self._forward_contexts(batch, x)
         for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, contexts[type_index], kv_cache.layer(index))
             if features is not None:
@@ -425,20 +488,24 @@ class Decoder(ABC):
         """Whether batches need state_slots and anchor_tables."""
         return bool(self.config.state_shapes)
 
-    def _forward_contexts(self, batch: Batch) -> list[ForwardContext]:
-        """One for each layer type; those with the same window share the metadata."""
+    def _forward_contexts(self, batch: Batch, x: Tensor) -> list[ForwardContext]:
+        """One for each layer type; those with the same window share the metadata. x [T, H]: embeddings."""
+        inputs = None if self._per_layer is None else self._per_layer(batch.token_ids, x)
         windows = dict.fromkeys(layer_type.window for layer_type in self._layer_types)
         metadata = {window: self.ops.build_attention_metadata(batch, window) for window in windows}
-        return [self._forward_context(batch, item, metadata[item.window]) for item in self._layer_types]
+        return [
+            self._forward_context(batch, item, metadata[item.window], inputs) for item in self._layer_types
+        ]
 
     def _forward_context(
-        self, batch: Batch, layer_type: LayerType, metadata: AttentionMetadata
+        self, batch: Batch, layer_type: LayerType, metadata: AttentionMetadata, inputs: Tensor | None
     ) -> ForwardContext:
         sections = layer_type.rope.mrope_sections
         positions = batch.positions if sections is None else batch.mrope_positions
         assert positions is not None, "batch without M-RoPE positions"
         rope = self._ropes[layer_type.rope]
-        return ForwardContext(batch, rope.cos_sin, rope.query_cos_sin, metadata, positions, sections)
+        tables = rope.cos_sin, rope.query_cos_sin
+        return ForwardContext(batch, *tables, metadata, positions, sections, inputs)
 
 
 class _ImageAwareForward:
@@ -463,7 +530,9 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
 def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
     kv_shapes = config.kv_shapes
     projected = max((config.num_heads + 2 * shape.heads) * shape.head_dim for shape in kv_shapes)
-    inner, moe = 3 * config.intermediate_size, config.moe
+    embedding_sizes = config.hidden_size * (2 - config.tie_word_embeddings)
+    embedding_sizes += len(config.layer_types) * config.per_layer_size
+    inner, moe = 3 * config.intermediate_size * (1 + config.double_wide_mlp), config.moe
     if moe is not None:
         inner = max(inner, moe.experts.top_k * (3 * moe.intermediate_size + config.hidden_size))
     return ModelInfo(
@@ -475,7 +544,7 @@ def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank
         kv_values_per_token=sum(shape.values_per_token for shape in kv_shapes),
         kv_vectors_per_token=sum(shape.vectors_per_token for shape in kv_shapes),
         state_shapes=config.state_shapes,
-        embedding_parameters=config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings),
+        embedding_parameters=config.vocab_size * embedding_sizes,
         activation_values_per_row=3 * config.hidden_size + max(inner, 2 * projected),
         num_experts=moe.experts.num_experts if moe else 0,
         experts_per_token=moe.experts.top_k if moe else 0,

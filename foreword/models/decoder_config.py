@@ -41,6 +41,7 @@ class LayerType:
 
     window: int | None  # tokens; None: full attention
     rope: RopeConfig
+    k_eq_v: bool = False  # values are keys before their norm and RoPE, without a projection of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class DecoderConfig:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
+    v_norm: bool = False  # values have an RMS norm without a weight
+    double_wide_mlp: bool = False  # MLPs of layers that read K and V of earlier ones have twice the size
+    per_layer_size: int = 0  # of per-layer embeddings; 0: none
     attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
     conv_bias: bool = False  # short convolutions and their projections have biases
     mamba: Mamba2Config | None = None
@@ -94,6 +98,19 @@ class DecoderConfig:
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Of layers with attention."""
         return tuple(shape for shape in map(kv_shape_of, self.cache_shapes) if shape is not None)
+
+    def layers_without_kv(self) -> tuple[int, ...]:
+        """Layers that read K and V of an earlier one."""
+        shapes = enumerate(map(kv_shape_of, self.cache_shapes))
+        return tuple(i for i, shape in shapes if shape is not None and shape.source is not None)
+
+    @property
+    def unread_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of tensors that files may have and no layer reads."""
+        names = ("k_proj", "v_proj", "k_norm")
+        return tuple(
+            f"model.layers.{index}.self_attn.{name}." for index in self.layers_without_kv for name in names
+        )
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
@@ -172,17 +189,19 @@ def read_moe_config(
     renormalize: bool,
     activation: str | None = None,
     size_key: str = "intermediate_size",
+    top_k_key: str = "num_experts_per_tok",
     has_experts: Sequence[bool] | None = None,
     shared_intermediate_size: int = 0,
     is_gpt_oss: bool = False,
     scoring: str = "softmax",
     score_bias: str | None = None,
+    expert_scales: str | None = None,
     scale: float | None = None,
     groups: tuple[int, int] | None = None,
 ) -> MoEConfig:
     """Read the experts of a decoder, by default in all layers. Raises CheckpointError.
 
-    scoring, score_bias  as in ExpertsConfig and MoEConfig
+    scoring, score_bias, expert_scales  as in ExpertsConfig and MoEConfig
     scale                default of `routed_scaling_factor`; None: the family has no such option
     groups               defaults of `n_group` and `topk_group`, likewise
     """
@@ -191,9 +210,9 @@ def read_moe_config(
     num_experts = config.get_int(key, high=MAX_EXPERTS // num_layers)
     for other in EXPERT_COUNT_KEYS:
         config.require_value(other, num_experts)
-    top_k = config.get_int("num_experts_per_tok")
+    top_k = config.get_int(top_k_key)
     if top_k > num_experts:
-        raise config.error("num_experts_per_tok", f"must be at most `{key}`, {num_experts}, got {top_k}")
+        raise config.error(top_k_key, f"must be at most `{key}`, {num_experts}, got {top_k}")
     for training_key in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         config.get(training_key, None)
     return MoEConfig(
@@ -213,6 +232,7 @@ def read_moe_config(
         bias=is_gpt_oss,
         is_gpt_oss=is_gpt_oss,
         score_bias=score_bias,
+        expert_scales=expert_scales,
     )
 
 
@@ -353,8 +373,14 @@ def read_rope_section(
     rope_type = options.get_choice(key, ROPE_TYPE_NAMES, "default")
     if options.get_choice("type", ROPE_TYPE_NAMES, rope_type) != rope_type:
         raise options.error("type", f"must be equal to rope_type, {rope_type}")
-    rotary_dim = _read_rotary_dim(options, head_dim, partial_rotary_factor)
+    share = options.get_float("partial_rotary_factor", partial_rotary_factor)
+    is_proportional = rope_type == "proportional"
+    rotary_dim = _rotary_dim(options, head_dim, 1.0 if is_proportional else share)
     rope = RopeConfig(rope_type, _read_theta(options, theta), rotary_dim)
+    if is_proportional:
+        if share > 1:
+            raise options.error("partial_rotary_factor", f"must be at most 1, got {share:g}")
+        rope = replace(rope, factor=options.get_float("factor", 1.0), turned_share=share)
     if original_max_position is None:
         original_max_position = options.get_int("original_max_position_embeddings", context_length)
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
@@ -393,8 +419,8 @@ def _read_theta(options: ConfigReader, default: float) -> float:
     return theta
 
 
-def _read_rotary_dim(options: ConfigReader, head_dim: int, partial_rotary_factor: float) -> int:
-    rotary_dim = int(head_dim * options.get_float("partial_rotary_factor", partial_rotary_factor))
+def _rotary_dim(options: ConfigReader, head_dim: int, partial_rotary_factor: float) -> int:
+    rotary_dim = int(head_dim * partial_rotary_factor)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise options.error("partial_rotary_factor", f"makes {rotary_dim} of {head_dim} values rotate")
     return rotary_dim

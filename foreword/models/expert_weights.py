@@ -24,7 +24,7 @@ SEPARATE = (
 class ExpertNames:
     """Names of a mixture's tensors in Hugging Face's format."""
 
-    module: str = "mlp"  # in the layer
+    module: str = "mlp"  # in the layer; "": the layer itself
     router: str = "gate"  # in the module, like those of experts
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names within one expert
     fused: tuple[str, str] = FUSED
@@ -45,6 +45,7 @@ class MoEConfig:
     bias: bool = False  # router and experts have biases
     is_gpt_oss: bool = False  # see _GptOssExperts
     score_bias: str | None = None  # name in the module of what is added to scores
+    expert_scales: str | None = None  # name in the module of factors of the experts' weights
 
 
 def load_experts(
@@ -59,8 +60,11 @@ def load_experts(
             gate_up.append(ops.pack_linear(parts, weight_format, gate_up_bias))
         with tensors.down(expert) as parts:
             down.append(ops.pack_linear(parts, weight_format, down_bias))
-    count, name = config.experts.num_experts, config.score_bias
-    return ops.pack_experts(gate_up, down, None if name is None else weights.tensor(name, count))
+    bias, scales = (
+        None if name is None else weights.tensor(name, config.experts.num_experts)
+        for name in (config.score_bias, config.expert_scales)
+    )
+    return ops.pack_experts(gate_up, down, bias, scales)
 
 
 def _find_tensors(weights: Weights, config: MoEConfig, hidden_size: int) -> _ExpertTensors:

@@ -44,8 +44,11 @@ class Gemma2Layer:
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._add(x, self._post_attention_norm(self._attention(self._input_norm(x), context, cache)))
+        x = self._attend(x, context, cache)
         return self._add(x, self._post_mlp_norm(self._mlp(self._pre_mlp_norm(x))))
+
+    def _attend(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
+        return self._add(x, self._post_attention_norm(self._attention(self._input_norm(x), context, cache)))
 
 
 class Gemma2(Decoder):

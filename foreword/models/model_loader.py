@@ -55,10 +55,14 @@ VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
 )
 # Multimodal checkpoints whose text alone runs here, and the prefixes of their tensors in files
 TEXT_MODELS: Mapping[str, str] = MappingProxyType(
-    {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+    {name: f"{name}_text" for name in ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}
 )
 TEXT_PREFIXES = MappingProxyType({"model.": ("model.language_model.", "language_model.model.", "model.")})
-TEXT_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+TEXT_KEYS = (
+    *("audio_config", "vision_config", "vision_soft_tokens_per_image"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id"),
+)
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
 MULTIPART_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
 MTP_HEAD = "the MTP head, which drafts,"
@@ -67,6 +71,10 @@ UNUSED_PARTS = MappingProxyType(
         "mtp.": MTP_HEAD,
         "model.visual.": "the vision encoder",
         "visual.": "the vision encoder",
+        "model.vision_tower.": "the vision encoder",
+        "model.embed_vision.": "the vision encoder",
+        "model.audio_tower.": "the audio encoder",
+        "model.embed_audio.": "the audio encoder",
     }
 )
 EMBEDDING_TENSOR = "model.embed_tokens.weight"  # missing in checkpoints that were saved without a head
@@ -244,6 +252,8 @@ def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) 
     """Tensors that are not loaded: a tied head, and unused parts of the vision encoder."""
     name_in_file = weights.name_in_file if isinstance(weights, MultipartWeights) else str
     ignored = {name_in_file("lm_head.weight")} if spec.config.tie_word_embeddings else set()
+    unread = tuple(map(name_in_file, spec.config.unread_prefixes))
+    ignored |= {name for name in names if name.startswith(unread)}
     if spec.vision is not None:
         prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
         ignored |= {name for name in names if name.startswith(prefixes)}
@@ -297,7 +307,7 @@ def _read_text_model(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig
     text = section.with_defaults({"model_type": model_type, "dtype": reader.get_dtype()})
     text.require_value("model_type", model_type)
     architecture, config = read_decoder(text)
-    for key in ("vision_config", *TEXT_KEYS):
+    for key in TEXT_KEYS:
         reader.get(key, None)
     tied = reader.get_bool("tie_word_embeddings", config.tie_word_embeddings)
     reader.ignore_repeats_of(text)

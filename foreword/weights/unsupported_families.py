@@ -9,7 +9,7 @@ from foreword.errors import ConfigError
 
 MLA = "it needs multi-head latent attention (MLA)"
 RECURRENT = "it needs Mamba, RWKV or other recurrent layers"
-KV_SHARING = "it needs Gemma 4's shared KV layers; gemma3_text and gemma2 run"
+ALTUP = "it needs Gemma 3n's AltUp; gemma4, gemma3_text and gemma2 run"
 HEADS = "it needs trained heads for drafting"
 VISION = "it needs another vision encoder; llava, llava_next, qwen2_vl, qwen2_5_vl and qwen3_vl run"
 LAYERS = "it needs LayerNorm or learned positions in a decoder"
@@ -23,8 +23,8 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         **dict.fromkeys(("llavaonevision", "minicpmv", "mllama", "molmo", "ovis", "paligemma"), VISION),
         **dict.fromkeys(("phi3v", "phi4mm", "phi4multimodal", "pixtral", "qwen25omni", "qwen3omni"), VISION),
         **dict.fromkeys(("qwen3vlmoe", "smolvlm", "videollava"), VISION),
-        "gemma3n": KV_SHARING,
-        "gemma4": KV_SHARING,
+        "gemma3n": ALTUP,
+        **dict.fromkeys(("gemma4assistant", "gemma4unifiedassistant"), HEADS),
         "deepseek": f"{MLA}; its distillations on Qwen and Llama run",
         "mistral4": f"{MLA}; mistral and ministral3 run",
         **dict.fromkeys(("glm4moelite", "kimik2", "longcat", "minicpm3"), MLA),

@@ -13,6 +13,7 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
+from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import (
     DELTA_NET_FAMILIES,
     FAMILIES,
@@ -85,6 +86,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "gemma4-experts": ("gemma4_text", gemma4.EXPERTS),
+    "gemma4-per-layer-config": (  # as transformers writes it
+        "gemma4_text",
+        {
+            "global_head_dim": ...,
+            "attention_k_eq_v": True,
+            "per_layer_config": {str(index): {"head_dim": 48, "num_key_value_heads": 1} for index in (1, 4)},
+        },
+    ),
+    "gemma4-defaults": (
+        "gemma4_unified_text",
+        {"num_hidden_layers": 6, "layer_types": ..., "rope_parameters": ..., "final_logit_softcapping": None},
+    ),
+    "gemma4-scaled-rope": (
+        "gemma4_unified_text",
+        {
+            "attention_bias": True,
+            "seed": 5,
+            "rope_parameters": {
+                **gemma4.ROPES,
+                "full_attention": {
+                    **gemma4.ROPES["full_attention"],
+                    "factor": 4.0,
+                    "partial_rotary_factor": 0.6,
+                },
             },
         },
     ),
@@ -313,9 +342,9 @@ def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path, prompt:
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
     theirs, ours = peer(path), ForwardHelper(path)
-    score_biases = [item for name, item in theirs.named_buffers() if name.endswith("expert_bias")]
+    stored = [item for name, item in theirs.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))]
     assert (
-        sum(item.numel() for item in (*theirs.parameters(), *score_biases))
+        sum(item.numel() for item in (*theirs.parameters(), *stored))
         == ours.model.info.parameters
         == read_model_info(path).parameters
     )

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from tests.support import gemma4_checkpoints as gemma4
+
 Shapes = dict[str, tuple[int, ...]]
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
@@ -110,6 +112,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "sliding_window_pattern": 2,
     },
+    "gemma4_text": gemma4.SHARED_KV,
+    "gemma4_unified_text": gemma4.DENSE,
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": False},
     "granite": GRANITE,
     "olmo2": {},
@@ -218,6 +222,8 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -370,6 +376,8 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
         return 0.5 * value - 1.0  # states that fade over some tens of tokens
     if name.endswith(".D"):
         return value
+    if name.endswith(gemma4.SCALES):
+        return 1.0 + 0.2 * value
     if name.endswith(("bias", "sinks")):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
@@ -384,7 +392,9 @@ def _norm_center(name: str, family: str) -> float:
         is_branch_end = family in POST_NORM_FAMILIES and "post_" in name
         return (0.7 if "attention" in name else 2.0) if is_branch_end else 1.0
     if "post_" in name:
-        return 40.0 if "attention" in name else 20.0
+        return 40.0 if "attention" in name and not family.startswith("gemma4") else 20.0
+    if family.startswith("gemma4"):  # no offset; scores have no scale
+        return 0.6 if "q_norm" in name or "k_norm" in name else 1.0
     return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
 
 
@@ -406,8 +416,13 @@ def shapes(config: dict[str, Any]) -> Shapes:
     result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), f"model.{last_norm}.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (vocab, hidden)
+    if config["model_type"].startswith("gemma4"):
+        result |= gemma4.outer_shapes(config)
     for index in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{index}."
+        if config["model_type"].startswith("gemma4"):
+            result |= {prefix + name: shape for name, shape in gemma4.layer_shapes(config, index).items()}
+            continue
         is_sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
         is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
         is_dense |= not is_sparse or index < config.get("num_dense_layers", 0)

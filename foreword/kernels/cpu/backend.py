@@ -38,7 +38,7 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
-GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2})  # enum Gate
+GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2, "gelu_tanh": 3})  # enum Gate
 NUM_AXES = 3  # of M-RoPE positions
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
@@ -113,9 +113,13 @@ class CpuOps(NativeSampling, UnfusedOps):
         return out if add_to is None else self.add(add_to, out)
 
     def pack_experts(
-        self, gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None = None
+        self,
+        gate_up: Sequence[CpuLinear],
+        down: Sequence[CpuLinear],
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> CpuExperts:
-        return join_experts(gate_up, down, None if bias is None else bias.contiguous())
+        return join_experts(gate_up, down, bias, scales)
 
     def experts(
         self,
@@ -257,9 +261,10 @@ class CpuOps(NativeSampling, UnfusedOps):
             Opcode.EMBEDDING, (token_ids,), out, target=block.weight, keep_alive=block, scalars=(scale,)
         )
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
+    def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         assert a.shape == b.shape and a.dtype == b.dtype
-        return self._execute(Opcode.ADD, (a, b), torch.empty(a.shape, dtype=a.dtype), sizes=(a[0].numel(),))
+        out, sizes = torch.empty(a.shape, dtype=a.dtype), (a[0].numel(),)
+        return self._execute(Opcode.ADD, (a, b), out, sizes=sizes, scalars=(scale,))
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         assert rows.dtype == torch.int64

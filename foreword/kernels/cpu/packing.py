@@ -125,9 +125,13 @@ class Packer:
         return PackedBlock(weight, first_row, keep_alive, order)
 
 
-def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None) -> CpuExperts:
-    """Weights [2I, H] and [H, I] of each expert; bias float32 [E]."""
-    assert bias is None or (bias.dtype == torch.float32 and bias.shape == (len(down),))
+def join_experts(
+    gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None, scales: Tensor | None
+) -> CpuExperts:
+    """Weights [2I, H] and [H, I] of each expert; bias, scales float32 [E]."""
+    vectors = [None if vector is None else vector.contiguous() for vector in (bias, scales)]
+    given = [vector for vector in vectors if vector is not None]
+    assert all(vector.dtype == torch.float32 and vector.shape == (len(down),) for vector in given)
     hidden, inner = gate_up[0].in_features, down[0].in_features
     assert all((matrix.out_features, matrix.in_features) == (2 * inner, hidden) for matrix in gate_up)
     assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
@@ -141,9 +145,9 @@ def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: 
         ExpertMatrices(ctypes.addressof(blocks), ctypes.addressof(starts))
         for blocks, starts in (first, second)
     ]
-    keep_alive = (first, second, tuple(gate_up), tuple(down), bias)
-    address = None if bias is None else bias.data_ptr()
-    return CpuExperts(Experts(len(down), hidden, inner, *matrices, address), keep_alive)
+    keep_alive = (first, second, tuple(gate_up), tuple(down), vectors)
+    addresses = [None if vector is None else vector.data_ptr() for vector in vectors]
+    return CpuExperts(Experts(len(down), hidden, inner, *matrices, *addresses), keep_alive)
 
 
 def _join_blocks(matrices: Sequence[CpuLinear]) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:

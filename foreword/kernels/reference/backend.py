@@ -78,6 +78,7 @@ class ReferenceExperts:
     gate_up: tuple[ReferenceWeight, ...]  # [2I, H]
     down: tuple[ReferenceWeight, ...]  # [H, I]
     bias: Tensor | None  # float32 [E]
+    scales: Tensor | None  # float32 [E]
 
 
 class ReferenceOps(ReferenceSampling, UnfusedOps):
@@ -116,8 +117,9 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         gate_up: Sequence[ReferenceWeight],
         down: Sequence[ReferenceWeight],
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> ReferenceExperts:
-        return ReferenceExperts(tuple(gate_up), tuple(down), bias)
+        return ReferenceExperts(tuple(gate_up), tuple(down), bias, scales)
 
     def experts(
         self,
@@ -129,6 +131,8 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
     ) -> Tensor:
         """See Ops.experts: one expert after the other, then the sum of each row's outputs."""
         order, shares = _route(logits, weights.bias, config)
+        if weights.scales is not None:
+            shares = shares * weights.scales[order]
         outputs = torch.zeros(*order.shape, x.shape[1], dtype=torch.float32, device=x.device)
         for expert in sorted(set(order.flatten().tolist())):
             rows, ranks = torch.nonzero(order == expert, as_tuple=True)
@@ -205,8 +209,10 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         rows = weight.values.index_select(0, token_ids)
         return (rows if scale == 1.0 else rows.to(torch.float32) * scale).to(dtype)
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
+    def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        if scale == 1.0:
+            return a + b
+        return ((a.to(torch.float32) + b.to(torch.float32)) * scale).to(a.dtype)
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)

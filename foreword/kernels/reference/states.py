@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ NORM_EPS = 1e-6
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "none": lambda x: x,
 }
 

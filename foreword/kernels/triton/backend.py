@@ -55,6 +55,9 @@ class TritonOps(TritonExperts, TritonStates, TritonAttention, TritonSampling, Re
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return elementwise.scale_by_sigmoid(x, gate)
 
+    def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        return super().add(a, b) if scale == 1.0 else elementwise.add_scaled(a, b, scale)
+
     def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
         return elementwise.gate(x, gate, activation)
 
@@ -110,10 +113,14 @@ class TritonFastMath(TritonOps):
         return DenseWeight(matrix, None if bias is None else bias.to(dtype))
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> PackedExperts:
         first, second = ([self._pack_dense(part) for part in parts] for parts in (gate_up, down))
-        return super().pack_experts(first, second, bias)
+        return super().pack_experts(first, second, bias, scales)
 
     def _pack_dense(self, weight: PackedLinear) -> PackedLinear:
         if not isinstance(weight, DenseWeight):

@@ -102,6 +102,15 @@ def _gate_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
+def _add_scaled_kernel(a, b, out, scale, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(b + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["size"])
 def _softcap_kernel(x, out, cap, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -154,6 +163,16 @@ def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
         operands = x, gate, out, x.stride(0), gate.stride(0)
         options = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": BLOCK, "enable_fp_fusion": False}
         _gate_kernel[num_rows, triton.cdiv(width, BLOCK)](*operands, **options)
+    return out
+
+
+def add_scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Ops.add"""
+    a, b = a.contiguous(), b.contiguous()
+    out = torch.empty_like(a)
+    if size := a.numel():
+        grid = (triton.cdiv(size, BLOCK),)
+        _add_scaled_kernel[grid](a, b, out, scale, size, BLOCK=BLOCK, enable_fp_fusion=False)
     return out
 
 

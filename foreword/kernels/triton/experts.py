@@ -33,15 +33,20 @@ class StackedExperts:
     gate_up: PackedWeight
     down: PackedWeight
     bias: Tensor | None  # float32 [E]
+    scales: Tensor | None  # float32 [E]
 
 
 class TritonExperts(TritonLinear):
     """Mixin of TritonOps."""
 
     def pack_experts(
-        self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear], bias: Tensor | None = None
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> PackedExperts:
-        return StackedExperts(stack(gate_up), stack(down), bias)
+        return StackedExperts(stack(gate_up), stack(down), bias, scales)
 
     def experts(
         self,
@@ -59,7 +64,7 @@ class TritonExperts(TritonLinear):
         chosen = torch.empty(pairs, dtype=torch.int32, device=x.device)
         shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
         _route_kernel[(len(x),)](
-            *(logits.contiguous(), weights.bias, chosen, shares, config.scale),
+            *(logits.contiguous(), weights.bias, weights.scales, chosen, shares, config.scale),
             TOP_K=config.top_k,
             NUM_EXPERTS=config.num_experts,
             RENORMALIZE=config.renormalize,
@@ -166,7 +171,7 @@ def _choose_groups(
 
 @triton.jit
 def _route_kernel(
-    logits, bias, chosen, shares, scale,
+    logits, bias, scales, chosen, shares, scale,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,8 +179,9 @@ def _route_kernel(
     """Experts of the TOP_K largest scores of a row, ties to the lowest id, and their weights.
 
     Scores are logits, and weights shares of the softmax; or (SIGMOID) scores are sigmoids plus the bias
-    [NUM_EXPERTS] or None, and weights the sigmoids. logits float32 [T, NUM_EXPERTS]; chosen int32 and shares
-    float32 [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see ExpertsConfig.
+    [NUM_EXPERTS] or None, and weights the sigmoids. Weights are multiplied by scale, and by scales
+    [NUM_EXPERTS] unless it is None. logits float32 [T, NUM_EXPERTS]; chosen int32 and shares float32
+    [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see ExpertsConfig.
     """
     if PDL:
         gdc_wait()
@@ -198,6 +204,7 @@ def _route_kernel(
         keys = tl.where(chosen_groups == 1, keys, TAKEN)
     ranks = tl.arange(0, RANKS)
     top_values = tl.zeros([RANKS], tl.float32)
+    factors = tl.zeros([RANKS], tl.float32) + scale
     highest, total = 0.0, 0.0
     for rank in range(TOP_K):
         best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
@@ -205,12 +212,14 @@ def _route_kernel(
         highest = tl.where(rank == 0, value, highest)
         total += value if SIGMOID else tl.exp(value - highest)
         top_values = tl.where(ranks == rank, value, top_values)
+        if scales is not None:
+            factors = tl.where(ranks == rank, tl.load(scales + best) * scale, factors)
         keys = tl.where(expert == best, TAKEN, keys)
         tl.store(chosen + row * TOP_K + rank, best)
     if not RENORMALIZE:
         total = 1.0 if SIGMOID else tl.sum(tl.where(inside, tl.exp(values - highest), 0.0), 0)
     powers = top_values if SIGMOID else tl.exp(top_values - highest)
-    tl.store(shares + row * TOP_K + ranks, powers / total * scale, mask=ranks < TOP_K)
+    tl.store(shares + row * TOP_K + ranks, powers / total * factors, mask=ranks < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])

@@ -241,9 +241,9 @@ private:
         cpu_.rows_.embedding(context_, {weight, ints(c.in[0]), c.numbers[0], c.out_type, rows(c.out), count(c)});
     }
 
-    // in: a, b; sizes: width
+    // in: a, b; sizes: width; numbers: scale
     void add(const Instruction& c) {
-        cpu_.rows_.add(context_, {c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
+        cpu_.rows_.add(context_, {c.numbers[0], c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
     }
 
     // in: x, row numbers; sizes: bytes of a row, rows of x (0: those of the batch)

@@ -117,8 +117,9 @@ struct EmbeddingArgs {
     int64_t rows;
 };
 
-// y = a + b
+// y = (a + b) * scale, in float32, rounded once
 struct AddArgs {
+    float scale;
     Type type;
     RowView a, b, y;
     int64_t width, rows;

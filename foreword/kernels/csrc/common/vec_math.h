@@ -79,6 +79,12 @@ inline Vec magnitude(Vec x) { return max_magnitude(x, splat(0.0f)); }
 // 1 / (1 + e^-x), accurate where small.
 inline Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
 
+// x / 2 * (1 + tanh(inner)) as x * sigmoid(2 inner), without cancellation.
+inline Vec gelu_tanh(Vec x) {
+    const Vec inner = fma(x * x * x, splat(0.044715f), x) * splat(2 * 0.79788456080286536f);
+    return x * sigmoid(inner);
+}
+
 // (tanh(x) - x) / x^3 in powers of x^2, |x| < 0.625 (Cephes).
 constexpr float TANH_SERIES[] = {-3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f, -5.70498872745e-3f};
 

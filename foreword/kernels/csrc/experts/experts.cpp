@@ -93,6 +93,7 @@ void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chose
     (args.sigmoid ? weigh_by_sigmoid : weigh_by_softmax)(logits, args, best, factors);
     for (int64_t rank = 0; rank < args.top_k; rank++) {
         chosen[rank] = best[rank].id;
+        if (args.experts.scales != nullptr) factors[rank] *= args.experts.scales[best[rank].id];
         if (!usable) factors[rank] = NAN;
     }
 }

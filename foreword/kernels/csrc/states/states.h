@@ -34,7 +34,7 @@ struct StateRows {
     int64_t num_requests, table_width;
 };
 
-enum class Gate : int32_t { NONE, SILU, SIGMOID };
+enum class Gate : int32_t { NONE, SILU, SIGMOID, GELU_TANH };
 
 // y = x * gate(g)
 struct GateArgs {
