@@ -48,7 +48,7 @@ class CheckpointInfo:
     config: Config  # with local paths in `model` and `draft_model`
     path: Path
     tokenizer: Tokenizer
-    never_sampled_ids: tuple[int, ...]  # ids without a token, and image placeholders
+    never_sampled_ids: tuple[int, ...]  # ids without a token, image placeholders, `suppress_tokens`
     vocab_size: int  # rows of the output layer
     processor: ImageProcessor | None = None  # None: text only
 
@@ -92,7 +92,8 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     if config.runs_draft_model:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path, rows)
-    never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
+    suppressed = (token_id for token_id in tokenizer.suppress_tokens if token_id < rows)
+    never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders, *suppressed}))
     return CheckpointInfo(config, path, tokenizer, never_sampled_ids, rows, processor)
 
 

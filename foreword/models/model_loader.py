@@ -32,6 +32,7 @@ from foreword.weights.gguf.gguf_weights import (
     SCALED_ARCHITECTURES,
     GGUFWeights,
     check_tensor_types,
+    gguf_name,
     read_rope_factors,
     with_memory_info,
 )
@@ -340,7 +341,10 @@ def _open_gguf(path: Path) -> _GGUFModel:
     gguf = open_gguf(path)
     options = read_hf_config(gguf, lambda name: read_rope_factors(gguf, name))
     architecture, config = _read_known_decoder(ConfigReader(options, str(gguf.path)))
-    takes_lora = gguf.metadata["general.architecture"] not in SCALED_ARCHITECTURES
+    name = gguf.metadata["general.architecture"]
+    unread = {gguf_name(f"{prefix}weight", name) for prefix in config.unread_prefixes}
+    gguf = replace(gguf, tensors={key: info for key, info in gguf.tensors.items() if key not in unread})
+    takes_lora = name not in SCALED_ARCHITECTURES
     config = replace(config, norm_offset=0.0, takes_lora=takes_lora)
     return _GGUFModel(architecture, config, *split_mtp_head(gguf))
 

@@ -35,6 +35,7 @@ class TokenizerFiles:
     extra_special_tokens: tuple[str, ...] = ()  # special tokens without a name
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # `added_tokens_decoder`
     eos_token_ids: tuple[int, ...] = ()  # ids that the model's configuration names
+    suppress_tokens: tuple[int, ...] = ()  # ids that are never sampled
     chat_template: str | None = None  # Jinja source
     response_template: Mapping[str, Any] | None = None  # transformers' description of answers
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
@@ -53,6 +54,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
         extra_special_tokens=_read_extra_special_tokens(special),
         added_tokens=_read_added_tokens(path, config),
         eos_token_ids=_read_eos_token_ids(path, generation),
+        suppress_tokens=_read_ids(path / GENERATION_FILE, "suppress_tokens", generation),
         chat_template=_read_chat_template(path, config),
         response_template=_read_response_template(config),
         generation_config=generation_config,
@@ -136,16 +138,18 @@ def _read_generation_file(file: Path) -> tuple[Mapping[str, Any], GenerationConf
 def _read_eos_token_ids(path: Path, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json comes first: a chat model's end of turn may not be the tokenizer's EOS."""
     for name, values in ((GENERATION_FILE, generation), ("config.json", _read_json(path / "config.json"))):
-        value = values.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in ids):
-            raise CheckpointError(
-                f"{path / name}: eos_token_id must be an id or a list of ids, got {value!r:.80}", "model"
-            )
-        return tuple(ids)
+        if values.get("eos_token_id") is not None:
+            return _read_ids(path / name, "eos_token_id", values)
     return ()
+
+
+def _read_ids(file: Path, key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """An id or a list of ids; () if it is missing."""
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in ids):
+        raise CheckpointError(f"{file}: {key} must be an id or a list of ids, got {value!r:.80}", "model")
+    return tuple(ids)
 
 
 def _read_response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -2,7 +2,8 @@
 
 `tokenizer.ggml.model` gpt2 is byte-level BPE. The file only names its pre-tokenizer; the regular expressions
 here are those of the family's tokenizer.json. `llama` is SentencePiece's BPE, with scores and no merges: the
-merges are all splits of a token into two tokens, ordered by the token's score.
+merges are all splits of a token into two tokens, ordered by the token's score. `gemma4` is the same with
+merges.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from foreword.tokenizer.tokenizer import Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 KEY_PREFIX = "tokenizer.ggml."
 SPACE = "▁"
-TOKENIZER_MODELS = ("gpt2", "llama")
+TOKENIZER_MODELS = ("gemma4", "gpt2", "llama")
+MODEL_WITH_MERGES = "gemma4"
 SPECIAL_TOKEN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "bos_token": "bos_token_id",
@@ -45,6 +47,7 @@ END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<end_of_turn>",
+    "<turn|>",
     "<end_of_utterance>",
     "<EOT>",
     "<｜end▁of▁sentence｜>",
@@ -59,6 +62,7 @@ KNOWN_CONTROL_TOKENS = frozenset(
         "<|end_header_id|>",
         "<|begin_of_text|>",
         "<start_of_turn>",
+        "<|turn>",
     )
 ).difference(AMBIGUOUS_TOKENS)
 CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
@@ -108,6 +112,12 @@ class TokenizerMetadata:
         if value is not None and not 0 <= value < vocab_size:
             raise self.error(key, f"is {value}; the vocabulary has {vocab_size} tokens")
         return value
+
+    def get_token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        values: list[Any] = self.get_optional(key, list) or []
+        if not all(type(value) is int and 0 <= value < vocab_size for value in values):
+            raise self.error(key, f"must be ids below {vocab_size}, got {values!s:.60}")
+        return tuple(values)
 
     def require_value(self, key: str, allowed: Any) -> None:
         """Refuse a value other than `allowed`, the default."""
@@ -213,18 +223,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
 def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
     """Without post-processor and added tokens. Raises CheckpointError."""
     pre_tokenizer = _read_pre_tokenizer(metadata)
-    merges = [merge.partition(" ") for merge in _read_merges(metadata, vocabulary)]
-    if not all(left and right for left, _, right in merges):
-        wrong = next("".join(parts) for parts in merges if not (parts[0] and parts[2]))
-        raise metadata.error("merges", f"holds {wrong!r:.60}, which is not a pair of tokens")
-    try:
-        model = models.BPE(
-            vocab=dict(vocabulary.ids),
-            merges=[(left, right) for left, _, right in merges],
-            ignore_merges=pre_tokenizer.ignore_merges,
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise metadata.error("merges", f"do not fit the tokens: {error}") from None
+    merges = _read_merges(metadata, vocabulary)
+    model = _build_bpe(metadata, vocabulary.ids, merges, ignore_merges=pre_tokenizer.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if pre_tokenizer.nfc:
         backend.normalizer = normalizers.NFC()
@@ -242,11 +242,25 @@ def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
     return PRE_TOKENIZERS[name]
 
 
-def _read_merges(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> list[str]:
+def _read_merges(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> list[tuple[str, str]]:
     """A vocabulary of single bytes needs no merges, and the `gguf` package leaves out an empty list."""
-    merges = metadata.get_optional("merges", list)
-    is_needed = merges is None and any(len(token) > 1 for token in vocabulary.tokens_of_type(NORMAL))
-    return metadata.get_strs("merges") if merges or is_needed else []
+    listed = metadata.get_optional("merges", list)
+    is_needed = listed is None and any(len(token) > 1 for token in vocabulary.tokens_of_type(NORMAL))
+    merges = metadata.get_strs("merges") if listed or is_needed else []
+    pairs = [merge.partition(" ") for merge in merges]
+    if not all(left and right for left, _, right in pairs):
+        wrong = next("".join(parts) for parts in pairs if not (parts[0] and parts[2]))
+        raise metadata.error("merges", f"holds {wrong!r:.60}, which is not a pair of tokens")
+    return [(left, right) for left, _, right in pairs]
+
+
+def _build_bpe(
+    metadata: TokenizerMetadata, ids: Mapping[str, int], merges: list[tuple[str, str]], **options: Any
+) -> models.BPE:
+    try:
+        return models.BPE(vocab=dict(ids), merges=merges, **options)
+    except Exception as error:  # the library raises bare Exception
+        raise metadata.error("merges", f"do not fit the tokens: {error}") from None
 
 
 def _build_pre_tokenizer(config: PreTokenizerConfig) -> pre_tokenizers.PreTokenizer:
@@ -263,7 +277,7 @@ def build_sentencepiece_backend(metadata: TokenizerMetadata, vocabulary: GGUFVoc
     """Without post-processor and added tokens."""
     metadata.require_value("remove_extra_whitespaces", False)
     metadata.require_value("precompiled_charsmap", [])
-    prefix = metadata.get_bool("add_space_prefix", True)
+    prefix = metadata.get_bool("add_space_prefix", metadata.get_str("model") != MODEL_WITH_MERGES)
     ids = {
         _normalize_spaces(token, vocabulary.token_types[index]): index
         for token, index in vocabulary.ids.items()
@@ -271,10 +285,13 @@ def build_sentencepiece_backend(metadata: TokenizerMetadata, vocabulary: GGUFVoc
     if len(ids) < len(vocabulary.ids):
         raise metadata.error("tokens", "holds runs of spaces twice, as spaces and as ▁")
     unknown = vocabulary.tokens_of_type(UNKNOWN)
-    merges = _build_merges(_merge_scores(metadata, vocabulary, ids))
-    model = models.BPE(
-        vocab=ids, merges=merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
-    )
+    if metadata.get_str("model") == MODEL_WITH_MERGES:
+        metadata.require_value("pre", MODEL_WITH_MERGES)
+        merges = _read_merges(metadata, vocabulary)
+    else:
+        merges = _build_merges(_merge_scores(metadata, vocabulary, ids))
+    unk_token = unknown[0] if unknown else None
+    model = _build_bpe(metadata, ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     spaces = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
@@ -342,7 +359,6 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
     metadata.require_value("normalizer.lowercase", False)
     metadata.require_value("normalizer.strip_accents", False)
     metadata.require_value("add_sep_token", False)
-    metadata.require_value("suppress_tokens", [])
     vocabulary = _with_control_tokens(GGUFVocab.from_metadata(metadata))
     backend = (build_byte_level_backend if model == "gpt2" else build_sentencepiece_backend)(
         metadata, vocabulary
@@ -359,7 +375,7 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
         if (token := backend.id_to_token(index or 0)) and index is not None
     }
     _set_post_processor(
-        backend, metadata, special, add_bos=model == "llama" or _read_pre_tokenizer(metadata).add_bos
+        backend, metadata, special, add_bos=model != "gpt2" or _read_pre_tokenizer(metadata).add_bos
     )
     ends = _find_end_token_ids(metadata, vocabulary, named["eos_token"])
     return Tokenizer(
@@ -367,6 +383,7 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
         TokenizerFiles(
             special_tokens=special,
             eos_token_ids=ends,
+            suppress_tokens=metadata.get_token_ids("suppress_tokens", vocabulary.size),
             chat_template=_read_chat_template(values, source),
             generation_config=read_gguf_generation_config(values, source),
         ),

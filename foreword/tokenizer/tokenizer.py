@@ -163,6 +163,7 @@ class Tokenizer:
         self.chat_template = files.chat_template  # Jinja source
         self.response_template = files.response_template  # transformers' description of answers
         self.generation_config = files.generation_config
+        self.suppress_tokens = files.suppress_tokens  # ids that are never sampled
         eos_ids = list(files.eos_token_ids)
         named = self.token_to_id(files.special_tokens.get("eos_token", ""))
         if named is not None and named not in eos_ids:

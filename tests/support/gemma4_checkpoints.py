@@ -51,6 +51,7 @@ EXPERTS: dict[str, Any] = {
     "top_k_experts": 3,
     "moe_intermediate_size": 48,
 }
+ROPE_FREQS = "rope_freqs.weight"  # in GGUF files
 SCALES = ("layer_scalar", "router.scale", "per_expert_scale")  # ends of names
 
 
@@ -117,3 +118,39 @@ def _attention_shapes(config: dict[str, Any], index: int, is_shared: bool) -> Sh
 def _layer_type(config: dict[str, Any], index: int) -> str:
     default = FULL if (index + 1) % 6 == 0 else SLIDING
     return str(config["layer_types"][index]) if "layer_types" in config else default
+
+
+def gguf_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of GGUF files as llama.cpp's converter writes them; None removes one."""
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    types = [_layer_type(config, index) for index in range(layers)]
+    full_heads = (config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else 0) or heads
+    num_shared, size = config.get("num_kv_shared_layers", 0), config["intermediate_size"]
+    sizes = [size * (1 + (index >= layers - num_shared)) for index in range(layers)]
+    keys = {
+        "attention.head_count_kv": [full_heads if item == FULL else heads for item in types],
+        "attention.key_length": config["global_head_dim"],
+        "attention.value_length": config["global_head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": num_shared,
+        "attention.sliding_window_pattern": [item == SLIDING for item in types],
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "feed_forward_length": sizes if config.get("use_double_wide_mlp") else size,
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.dimension_count": config["global_head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base": config["rope_parameters"][FULL]["rope_theta"],
+        "rope.freq_base_swa": config["rope_parameters"][SLIDING]["rope_theta"],
+    }
+    if config.get("enable_moe_block"):
+        keys |= {"expert_count": config["num_experts"], "expert_used_count": config["top_k_experts"]}
+        keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return keys
+
+
+def rope_divisors(config: dict[str, Any]) -> list[float]:
+    """Values of ROPE_FREQS: angles of global layers that do not turn have a huge divisor."""
+    num_angles = config["global_head_dim"] // 2
+    turned = int(config["rope_parameters"][FULL]["partial_rotary_factor"] * num_angles)
+    return [1.0] * turned + [1e30] * (num_angles - turned)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
+from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES, MAMBA2_FAMILIES
 
 ARCHITECTURES = {
     "mistral": "llama",
     "falcon_h1": "falcon-h1",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid",
@@ -101,6 +104,8 @@ def write_gguf(
         is_float |= "ffn_gate_inp" in file_name or file_name.endswith("bias")
         stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
+    if architecture == "gemma4":
+        writer.add_tensor(gemma4.ROPE_FREQS, np.array(gemma4.rope_divisors(config), np.float32))
     if more is not None:
         more(writer)
     finish(writer)
@@ -120,6 +125,7 @@ def stack_experts(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".experts.")
+        last = last if module.endswith(("mlp", "moe", "feed_forward")) else ""  # Gemma 4's stay as they are
         if match := EXPERT_PATTERN.fullmatch(name):
             kind = SHORT_NAMES.get(match[3], match[3])
             experts.setdefault(f"{match[1]}.{kind}", {})[int(match[2])] = tensor
@@ -184,6 +190,8 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": config.get("rope_theta"),
         "vocab_size": config["vocab_size"],
     }
+    if config["model_type"].startswith("gemma4"):
+        keys |= gemma4.gguf_keys(config)
     return keys | _family_keys(config) | _state_keys(config)
 
 
@@ -306,7 +314,7 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     family = config["model_type"]
     if family in DELTA_NET_FAMILIES and name.endswith("norm.weight") and "linear_attn" not in name:
         value = value + 1
-    if family.startswith("gemma") and name.endswith("norm.weight"):
+    if family in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         value = value + 1
     if (family in PERMUTED_FAMILIES or family.startswith("granite")) and (
         ".q_proj." in name or ".k_proj." in name
@@ -436,11 +444,15 @@ def write_sentencepiece(
     unknown: int | None = 0,
     add_space_prefix: bool | None = None,
     template: str | None = None,
+    merges: Sequence[str] = (),
 ) -> None:
-    """A SentencePiece model as the converter writes it."""
+    """A SentencePiece model as the converter writes it; with merges that of Gemma 4."""
     tokens, scores, kinds = zip(*pieces, strict=True)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_model("gemma4" if merges else "llama")
+    if merges:
+        writer.add_token_merges(merges)
+    else:
+        writer.add_tokenizer_pre("default")
     writer.add_token_list(list(tokens))
     writer.add_token_scores(list(scores))
     writer.add_token_types(list(kinds))

@@ -362,6 +362,31 @@ def test_gemma_equals_its_source(tmp_path: Path) -> None:
     assert ours.decode(ours.encode("a    b\n\n c", add_special_tokens=False)) == "a    b\n\n c"
 
 
+def test_gemma4_has_merges_instead_of_scores(tmp_path: Path) -> None:
+    theirs = sentencepiece_model(False, GEMMA_TOKENS)
+    kinds = pieces(theirs, GEMMA_TOKENS)
+    scores = {
+        theirs.id_to_piece(index): float("inf") if kind == TokenType.USER_DEFINED else score
+        for index, (piece, score, kind) in enumerate(kinds)
+        if kind == TokenType.NORMAL or not piece.strip(" ")
+    }
+    cuts = [(token[:cut], token[cut:]) for token in scores for cut in range(1, len(token))]
+    known = [pair for pair in cuts if pair[0] in scores and pair[1] in scores]
+    known.sort(key=lambda pair: (scores["".join(pair)], len(pair[0]), len(pair[1])), reverse=True)
+    write = [(piece, 0.0, kind) for piece, _, kind in kinds]
+
+    def write_vocabulary(writer: gguf.GGUFWriter) -> None:
+        write_sentencepiece(writer, write, merges=[" ".join(pair) for pair in known])
+        writer.add_array("tokenizer.ggml.suppress_tokens", [5, 7])
+
+    ours = read(tmp_path, write_vocabulary, "gemma4")
+    for text in [*TEXTS, "<table>  x</td>\n\n\n" + " " * 12 + "x\t\t"]:
+        if "<s>" not in text:
+            assert ours.encode(text, add_special_tokens=False) == theirs.encode(text), text
+    assert ours.encode("x") == [1, *theirs.encode("x")]
+    assert ours.suppress_tokens == (5, 7)
+
+
 def test_special_tokens_in_text(tmp_path: Path) -> None:
     """Each part between them gets a space prefix, as in transformers and llama.cpp."""
     theirs = sentencepiece_model(True)
@@ -423,7 +448,7 @@ def test_only_control_tokens_end_an_answer() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
     (SMALL, "model", None, "`tokenizer.ggml.model` is missing"),
-    (SMALL, "model", "t5", "'t5' is not supported; known: gpt2, llama"),
+    (SMALL, "model", "t5", "'t5' is not supported; known: gemma4, gpt2, llama"),
     (SMALL, "model", 7, "must be of type str, got 7"),
     (SMALL, "pre", None, "`tokenizer.ggml.pre` is missing"),
     (SMALL, "pre", "default", "'default' is not supported; known: dbrx, "),
@@ -439,7 +464,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
     (SMALL, "eos_token_id", -1, "is -1"),
     (SMALL, "add_bos_token", True, "`tokenizer.ggml.add_bos_token` is true, but `bos_token_id` is missing"),
     (SMALL, "add_bos_token", 1, "must be of type bool"),
-    (SMALL, "suppress_tokens", [1], "`tokenizer.ggml.suppress_tokens` [1] is not supported"),
+    (SMALL, "suppress_tokens", [1, 99999999], "`tokenizer.ggml.suppress_tokens` must be ids below"),
     (SMALL, "normalizer.lowercase", True, "is not supported"),
     (PIECES, "scores", None, "`tokenizer.ggml.scores` is missing"),
     (PIECES, "scores", [0.0], "must be a list of 4 numbers"),

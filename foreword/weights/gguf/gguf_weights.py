@@ -90,13 +90,17 @@ SCALED_ARCHITECTURES = ("falcon-h1",)  # the converter multiplies weights, and t
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EXPERTS_MARK = "_exps."  # in names of tensors
-HEAD_TENSOR = "output.weight"
+HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR = "output.weight", "per_layer_token_embd.weight"
+OUTER_TENSORS = (EMBEDDING_TENSOR, HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR)
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
         "model.final_layernorm.weight": "output_norm.weight",
         "model.embedding_norm.weight": "token_embd_norm.weight",  # LFM2's last norm
+        "model.embed_tokens_per_layer.weight": PER_LAYER_EMBEDDING_TENSOR,
+        "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+        "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
         "lm_head.weight": HEAD_TENSOR,
     }
 )
@@ -106,8 +110,9 @@ ROUTERS = (
     "mlp.router",
     "block_sparse_moe.gate",
     "block_sparse_moe.router.layer",
+    "router.proj",
 )
-EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts")
+EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts", "experts")
 EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
     {
         "gate_proj": "ffn_gate_exps",
@@ -154,7 +159,7 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 MAMBA2_MODULES = ("mamba",)
-# Without a suffix; the file has -exp(A_log).
+# Without the usual suffix; the file has -exp(A_log).
 BARE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **{
@@ -163,6 +168,8 @@ BARE_NAMES: Mapping[str, str] = MappingProxyType(
             for suffix in ("", "_log")
         },
         **{f"{module}.D": "ssm_d" for module in MAMBA2_MODULES},
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
     }
 )
 LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
@@ -184,6 +191,13 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj": "ffn_down",
         "self_attn.sinks": "attn_sinks",
         "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "layer_scalar": "layer_output_scale",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
         **STATE_TENSOR_NAMES,
         **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
         **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},
@@ -226,7 +240,7 @@ def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
     packed = [info for info in gguf.tensors.values() if info.tensor_type.name in PACKED_TYPES]
     if not packed:
         return model_info
-    outer = [info for info in packed if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)]
+    outer = [info for info in packed if info.name in OUTER_TENSORS]
     formats = [_packed_format(name, packed) for name in {info.tensor_type.name for info in packed}]
     on_gpu = [info for info in packed if info.tensor_type.name in GPU_BYTES_PER_VALUE]
     return replace(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
+from foreword.weights.gguf import gemma4_config
 from foreword.weights.gguf.gguf_weights import POST_NORM_ARCHITECTURES
 from foreword.weights.gguf.header import GGUFFile
 from foreword.weights.gguf.metadata import (
@@ -37,6 +38,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "falcon-h1": "falcon_h1",
         "gemma2": "gemma2",
         "gemma3": "gemma3_text",
+        "gemma4": "gemma4_text",
         "gpt-oss": "gpt_oss",
         "granite": "granite",
         "granitehybrid": "granitemoehybrid",
@@ -67,7 +69,7 @@ DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"
 QUANTIZATION_VERSION = 2  # version of the blocks' layout
 # Every n-th layer has full attention, the others a window.
 WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
-    {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
+    {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt-oss": 2, "olmo2": 4}
 )
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
@@ -120,14 +122,17 @@ def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
     keys = MetadataReader(gguf, _read_architecture(gguf))
     keys.require_general_value("general.type", "model")
     keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
-    _check_shape(keys)
-    options = (
-        _shape_options(keys)
-        | _expert_options(keys)
-        | _bias_options(keys)
-        | rope_options(keys, read_tensor)
-        | _family_options(keys)
-    )
+    if keys.architecture == gemma4_config.ARCHITECTURE:
+        options = _gemma4_options(keys, read_tensor)
+    else:
+        _check_shape(keys)
+        options = (
+            _shape_options(keys)
+            | _expert_options(keys)
+            | _bias_options(keys)
+            | rope_options(keys, read_tensor)
+            | _family_options(keys)
+        )
     for key, value in NOOP_VALUES.items():
         keys.require_value(key, value)
     keys.ignore("vocab_size")  # the embedding's rows decide
@@ -150,11 +155,26 @@ def _read_architecture(gguf: GGUFFile) -> str:
     return name
 
 
-def _check_shape(metadata: MetadataReader) -> None:
-    """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
+def _gemma4_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
+    _check_outer_shape(metadata)
+    layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+    return {
+        **_common_options(metadata),
+        **gemma4_config.gemma4_options(metadata, layer_types, read_tensor),
+        "layer_types": layer_types,
+        "sliding_window": _read_window(metadata),
+    }
+
+
+def _check_outer_shape(metadata: MetadataReader) -> None:
     _check_layers(metadata)
     hidden = metadata.get_int("embedding_length")
     metadata.check_dimension("embedding_length", "token_embd.weight", 1, hidden)
+
+
+def _check_shape(metadata: MetadataReader) -> None:
+    """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
+    _check_outer_shape(metadata)
     _check_heads(metadata)
     if _has_experts(metadata):
         _check_experts(metadata)
@@ -234,19 +254,26 @@ def _check_heads(metadata: MetadataReader) -> None:
 
 
 def _shape_options(metadata: MetadataReader) -> Options:
-    head_dim, heads = metadata.get_head_dim(), metadata.get_int("attention.head_count")
+    head_dim = metadata.get_head_dim()
     metadata.require_value("attention.value_length", head_dim)
+    return {
+        **_common_options(metadata),
+        "intermediate_size": _read_intermediate_size(metadata),
+        "num_key_value_heads": read_kv_heads(metadata),
+        "head_dim": head_dim,
+    }
+
+
+def _common_options(metadata: MetadataReader) -> Options:
+    """Options of every family."""
     eps_option = "norm_eps" if metadata.architecture in LFM2_ARCHITECTURES else "rms_norm_eps"
     return {
         "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
         "vocab_size": metadata.gguf.vocab_size,
         "hidden_size": metadata.get_int("embedding_length"),
-        "intermediate_size": _read_intermediate_size(metadata),
         "num_hidden_layers": read_num_layers(metadata),
-        "num_attention_heads": heads,
-        "num_key_value_heads": read_kv_heads(metadata),
-        "head_dim": head_dim,
+        "num_attention_heads": metadata.get_int("attention.head_count"),
         "max_position_embeddings": metadata.get_int("context_length"),
         eps_option: metadata.get_float("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
