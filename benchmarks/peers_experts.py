@@ -24,6 +24,9 @@ from gguf import GGMLQuantizationType as Kind
 from peers_models import GAIN, make_tokenizer
 
 ROUTER_STD = 2.0  # of logits
+PER_LAYER_TABLE = "per_layer_token_embd.weight"
+EMBEDDINGS = ("token_embd.weight", PER_LAYER_TABLE)  # of which a token reads one row
+ROPE_FREQS = "rope_freqs.weight"  # a quarter of the angles of Gemma 4's global layers turn
 Array = npt.NDArray[Any]
 Tensors = Iterator[tuple[str, tuple[int, ...], Kind]]  # name, shape as in torch, type
 
@@ -91,7 +94,7 @@ class ExpertModelShape:
         return sum(
             math.prod(shape) // (self.experts // self.top_k if name.endswith("exps.weight") else 1)
             for name, shape, _ in self.tensors()
-            if name.endswith("weight") and len(shape) > 1 and name != "token_embd.weight"
+            if name.endswith("weight") and len(shape) > 1 and name not in EMBEDDINGS
         )
 
     def read_bytes(self) -> int:
@@ -101,7 +104,7 @@ class ExpertModelShape:
         return sum(
             _num_bytes(shape, kind) // (self.experts // self.top_k if name.endswith("exps.weight") else 1)
             for name, shape, kind in tensors
-            if name != "token_embd.weight" or is_tied
+            if name not in EMBEDDINGS or (is_tied and name != PER_LAYER_TABLE)
         )
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
@@ -194,12 +197,14 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
 def _random(name: str, size: tuple[int, ...], kind: Kind, generator: np.random.Generator) -> Array:
     if kind == Kind.F32:
         values = generator.standard_normal(size, np.float32)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_output_scale.weight")):
             return 1 + 0.1 * values
+        if name == ROPE_FREQS:
+            return np.where(np.arange(size[0]) < size[0] // 4, np.float32(1), np.float32(1e30))
         if name.endswith("ssm_a"):
             return -np.exp(values - 2)
         return values * np.float32(ROUTER_STD / math.sqrt(size[-1]) if len(size) > 1 else 0.1)
-    std = 0.3 / math.sqrt(size[-1]) if name == "token_embd.weight" else GAIN / math.sqrt(size[-1])
+    std = 0.3 / math.sqrt(size[-1]) if name in EMBEDDINGS else GAIN / math.sqrt(size[-1])
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     count = math.prod(size) // block_values
     blocks = np.frombuffer(generator.bytes(count * block_bytes), np.uint8).reshape(count, block_bytes).copy()

@@ -1,4 +1,4 @@
-"""Greedy tokens of Foreword and llama.cpp from the same small GGUF files of families with states.
+"""Greedy tokens of Foreword and llama.cpp from the same small GGUF files: families with states, Gemma 4.
 
     python -m benchmarks.peers_gguf_states --peers ENVIRONMENT [--tokens 64]
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from foreword import LLM, SamplingParams
+from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import write_checkpoint
 from tests.support.gguf_files import write_gguf
 
@@ -62,6 +63,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = Mapping
         "qwen35moe": ("qwen3_5_moe_text", DELTA_NET, {}),
         "qwen3next": ("qwen3_next", DELTA_NET, {}),
         "qwen3next, joined qkvz": ("qwen3_next", DELTA_NET, {"join_qkvz": True}),
+        "gemma4, shared K and V": (
+            "gemma4_text",
+            {"hidden_size": 256, "hidden_size_per_layer_input": 64},
+            {},
+        ),
+        "gemma4, experts": ("gemma4_text", {**gemma4.EXPERTS, "hidden_size": 256}, {}),
+        "gemma4, values are keys": ("gemma4_unified_text", {"hidden_size": 256}, {}),
         "lfm2": ("lfm2", LFM2, {}),
         "lfm2moe": ("lfm2_moe", {**LFM2, "num_dense_layers": 2, "routed_scaling_factor": 1.0}, {}),
     }

@@ -1,4 +1,4 @@
-"""Random models with layers with state in the shapes of known ones, as GGUF files: see peers_experts.py."""
+"""Random models whose layers differ in kind or size, in the shapes of known ones: see peers_experts.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import gguf
 from gguf import GGMLQuantizationType as Kind
-from peers_experts import EXPERT_MODELS, ExpertModelShape, Tensors
+from peers_experts import EXPERT_MODELS, PER_LAYER_TABLE, ROPE_FREQS, ExpertModelShape, Tensors
 
 CONV_SIZE, INTERVAL = 4, 4  # inputs of a convolution; every n-th layer has attention
 ROTARY_DIVISOR = 4  # RoPE rotates this part of a head's values
@@ -97,12 +97,94 @@ class StateModelShape(ExpertModelShape):
             writer.add_expert_shared_feed_forward_length(self.intermediate)
 
 
-STATE_MODELS: Mapping[str, StateModelShape] = {
+@dataclass(frozen=True, slots=True)
+class Gemma4ModelShape(ExpertModelShape):
+    """E2B and E4B: global layers have heads of twice the size; the last ones read K and V of earlier ones."""
+
+    shared_layers: int = 20  # their MLPs have twice the size
+    period: int = 5  # every n-th layer is global
+    per_layer: int = 256  # of per-layer embeddings
+    window: int = 512
+
+    def tensors(self) -> Tensors:
+        width = self.layers * self.per_layer
+        yield "token_embd.weight", (self.vocab, self.hidden), Kind.Q6_K
+        yield PER_LAYER_TABLE, (self.vocab, width), Kind.Q6_K
+        yield "per_layer_model_proj.weight", (width, self.hidden), Kind.Q8_0
+        yield "per_layer_proj_norm.weight", (self.per_layer,), Kind.F32
+        yield "output_norm.weight", (self.hidden,), Kind.F32
+        yield ROPE_FREQS, (self.head_dim,), Kind.F32
+        for layer in range(self.layers):
+            size = self._head_size(layer)
+            for name, shape in self._matrices(layer, size).items():
+                yield f"blk.{layer}.{name}.weight", shape, self._kind(name, layer)
+            floats = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm"), self.hidden)
+            floats |= dict.fromkeys(("post_ffw_norm", "post_norm"), self.hidden) | {"layer_output_scale": 1}
+            floats |= dict.fromkeys(("attn_q_norm", "attn_k_norm")[: 1 + self._has_kv(layer)], size)
+            for name, length in floats.items():
+                yield f"blk.{layer}.{name}.weight", (length,), Kind.F32
+
+    def _head_size(self, layer: int) -> int:
+        return self.head_dim * (1 + self._is_global(layer))
+
+    def _is_global(self, layer: int) -> bool:
+        return (layer + 1) % self.period == 0
+
+    def _has_kv(self, layer: int) -> bool:
+        return layer < self.layers - self.shared_layers
+
+    def _inner(self, layer: int) -> int:
+        return self.intermediate * (2 - self._has_kv(layer))
+
+    def _matrices(self, layer: int, size: int) -> dict[str, tuple[int, ...]]:
+        sizes = {"attn_q": self.heads * size, "ffn_gate": self._inner(layer), "ffn_up": self._inner(layer)}
+        if self._has_kv(layer):
+            sizes |= dict.fromkeys(("attn_k", "attn_v"), self.kv_heads * size)
+        sizes["inp_gate"] = self.per_layer
+        return {name: (rows, self.hidden) for name, rows in sizes.items()} | {
+            "attn_output": (self.hidden, self.heads * size),
+            "ffn_down": (self.hidden, self._inner(layer)),
+            "proj": (self.hidden, self.per_layer),
+        }
+
+    def _kind(self, name: str, layer: int) -> Kind:
+        eighth = self.layers // 8
+        is_wide = layer < eighth or layer >= 7 * self.layers // 8 or (layer - eighth) % 3 == 2
+        return Kind.Q6_K if is_wide and name in ("attn_v", "ffn_down") else Kind.Q4_K
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        ExpertModelShape.add_metadata(self, writer)
+        layers = range(self.layers)
+        writer.kv_data[0].pop(f"{self.architecture}.feed_forward_length")
+        writer.add_feed_forward_length([self._inner(layer) for layer in layers])
+        for key in ("attention.key_length", "attention.value_length"):
+            writer.kv_data[0].pop(f"{self.architecture}.{key}")
+        writer.add_key_length(2 * self.head_dim)
+        writer.add_value_length(2 * self.head_dim)
+        writer.add_key_length_swa(self.head_dim)
+        writer.add_value_length_swa(self.head_dim)
+        writer.add_shared_kv_layers(self.shared_layers)
+        writer.add_sliding_window(self.window)
+        writer.add_sliding_window_pattern([not self._is_global(layer) for layer in layers])
+        writer.add_embedding_length_per_layer_input(self.per_layer)
+        writer.add_rope_dimension_count(2 * self.head_dim)
+        writer.add_rope_dimension_count_swa(self.head_dim)
+        writer.add_rope_freq_base_swa(10000.0)
+        writer.add_final_logit_softcapping(30.0)
+
+
+STATE_MODELS: Mapping[str, ExpertModelShape] = {
     "qwen3.5-0.8b": StateModelShape(
         "qwen35", 24, 1024, 0, 0, 3584, 8, 2, 256, 248320, 262144, 1e7, "q4_k_m.gguf", is_tied=True
     ),
     "qwen3.6-35b-a3b": StateModelShape(  # 12 of 40 layers
         "qwen35moe", 12, 2048, 256, 8, 512, 16, 2, 256, 74496, 262144, 1e7, "q4_k_m.gguf", value_heads=32
+    ),
+    "gemma4-e2b": Gemma4ModelShape(
+        "gemma4", 35, 1536, 0, 0, 6144, 8, 1, 256, 262144, 131072, 1e6, "q4_k_m.gguf"
+    ),
+    "tiny-gemma4": Gemma4ModelShape(
+        "gemma4", 10, 256, 0, 0, 512, 4, 1, 64, 1024, 4096, 1e6, "q4_k_m.gguf", shared_layers=5
     ),
     "tiny-states": StateModelShape(
         "qwen35", 4, 256, 0, 0, 512, 4, 2, 64, 1024, 4096, 1e7, "q4_k_m.gguf", is_tied=True

@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams
 from foreword.kernels.cpu.library import supported_isas
+from tests.support import gemma4_checkpoints as gemma4
 from tests.support.budget import is_full
 from tests.support.checkpoints import (
     FAMILIES,
@@ -42,6 +43,7 @@ from tests.support.quantized_checkpoints import write_quantized
 
 MAX_MODEL_LEN = 127  # one below a block boundary
 QUICK_FAMILIES = ("llama", "gpt_oss", "qwen3_5_text")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"gemma4-experts": ("gemma4_text", gemma4.EXPERTS)}
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "speculate": (
@@ -249,11 +251,12 @@ def answers(
 
 
 @pytest.fixture(
-    scope="module", params=enumerate(FAMILIES if is_full() else QUICK_FAMILIES), ids=itemgetter(1)
+    scope="module", params=enumerate((*FAMILIES, *VARIANTS) if is_full() else QUICK_FAMILIES), ids=itemgetter(1)
 )
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     turn, name = request.param
-    return replace(make_family(name, tmp_path_factory.mktemp(name)), turn=turn)
+    family, overrides = VARIANTS.get(name, (name, {}))
+    return replace(make_family(family, tmp_path_factory.mktemp(name), **overrides), turn=turn)
 
 
 def make_family(name: str, path: Path, **overrides: Any) -> Family:

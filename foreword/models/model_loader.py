@@ -74,6 +74,7 @@ UNUSED_PARTS = MappingProxyType(
         "visual.": "the vision encoder",
         "model.vision_tower.": "the vision encoder",
         "model.embed_vision.": "the vision encoder",
+        "model.vision_embedder.": "the vision encoder",
         "model.audio_tower.": "the audio encoder",
         "model.embed_audio.": "the audio encoder",
     }

@@ -283,7 +283,7 @@ void check_rows(Type type) {
         row_kernels(isa).scale_by_sigmoid(context, {type, Type::BF16, rows, gate, y, HEADS * DIM, count});
     }});
     check({"add", HEADS * DIM, type, 1e-7, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
-        row_kernels(isa).add(context, {type, x.view(type, first), other.view(type, first), y, HEADS * DIM, count});
+        row_kernels(isa).add(context, {0.75f, type, x.view(type, first), other.view(type, first), y, HEADS * DIM, count});
     }});
     const Packed packed(Format::Q4_0, ROWS, 96);
     check({"embedding", 96, type, 1e-7, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {

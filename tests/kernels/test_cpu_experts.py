@@ -216,13 +216,17 @@ def test_ties_go_to_the_lowest_id(isa: str) -> None:
 
 
 def factors_of(
-    ops: CpuOps | ReferenceOps, logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None
+    ops: CpuOps | ReferenceOps,
+    logits: Tensor,
+    config: ExpertsConfig,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """float32 [T, E]: the factor of each expert, the result of experts with unit vectors as outputs."""
     count = config.num_experts
     gate_up = [ops.pack_linear([torch.zeros(2, count)], "float32") for _ in range(count)]
     down = [ops.pack_linear([torch.zeros(count, 1)], "float32", torch.eye(count)[e]) for e in range(count)]
-    experts = ops.pack_experts(gate_up, down, bias)
+    experts = ops.pack_experts(gate_up, down, bias, scales)
     return ops.experts(torch.ones(len(logits), count), logits, experts, config)
 
 
@@ -235,6 +239,17 @@ def test_factors_are_a_softmax(isa: str, renormalize: bool) -> None:
     kept = torch.full_like(logits, -math.inf).scatter(1, chosen, logits.gather(1, chosen)).double()
     total = (kept if renormalize else logits.double()).logsumexp(1, keepdim=True)
     torch.testing.assert_close(actual.double(), (kept - total).exp(), rtol=1e-7, atol=1e-12)
+
+
+@each_isa
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_factors_are_scaled_by_expert(isa: str, scoring: str) -> None:
+    """The scales weigh, and choose no expert."""
+    logits, scales = randn(30, 5), torch.tensor([0.5, -2.0, 0.0, 1.0, 30.0])
+    config = ExpertsConfig(5, 3, True, "silu", scoring)
+    for ops in (cpu_ops_by_threads(isa)[0], REFERENCE):
+        plain, scaled = factors_of(ops, logits, config), factors_of(ops, logits, config, scales=scales)
+        assert torch.equal(scaled, plain * scales)
 
 
 @each_isa

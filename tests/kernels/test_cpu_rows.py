@@ -16,6 +16,7 @@ from foreword.core.batch import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import MRopeSections
+from foreword.kernels.reference.backend import ReferenceOps
 from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
 
@@ -214,7 +215,10 @@ def test_softcap_is_exact_for_small_values(isa: str, cap: float):
 @each_type
 def test_add_rounds_once(isa: str, dtype: torch.dtype):
     a, b = randn(3, 77, dtype=dtype), randn(3, 77, seed=1, dtype=dtype)
-    assert same_bits(cpu_ops_by_threads(isa)[0].add(a, b), a + b)
+    ops = cpu_ops_by_threads(isa)[0]
+    assert same_bits(ops.add(a, b), a + b)
+    scaled = ((a.to(torch.float32) + b.to(torch.float32)) * 0.7).to(dtype)
+    assert same_bits(ops.add(a, b, 0.7), scaled) and same_bits(ReferenceOps().add(a, b, 0.7), scaled)
 
 
 @each_isa

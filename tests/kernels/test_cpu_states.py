@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 LENGTHS = (200, 64, 131)  # tokens of the requests
 

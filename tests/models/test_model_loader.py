@@ -235,7 +235,8 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         ('{"model_type": "deepseek_v3"}', r"not supported \(it needs multi-head latent attention"),
         ('{"model_type": "qwen3_5_moe"}', "`text_config` is missing"),
         ('{"model_type": "mamba2"}', r"not supported \(it needs Mamba, RWKV or other recurrent layers"),
-        ('{"model_type": "gemma4_text"}', r"not supported \(it needs Gemma 4"),
+        ('{"model_type": "gemma3n_text"}', r"not supported \(it needs Gemma 3n's AltUp"),
+        ('{"model_type": "gemma4_assistant"}', r"not supported \(it needs trained heads"),
         ('{"model_type": "eagle"}', r"not supported \(it needs trained heads"),
     ],
 )

@@ -16,7 +16,8 @@ from foreword.kernels.triton.attention_kernel import attend
 from foreword.kernels.triton.variants import is_enabled, launches_dependents
 
 SPLIT = 256  # positions: the least that a program reads of a long context
-BLOCK_KV = 64  # positions of a KV tile: the M side of one warp group
+BLOCK_KV = 64  # positions of a KV tile: the M side of one warp group; half of them for wide heads
+MAX_DIM = 256  # of a head that is not wide
 MIN_COLUMNS = 16  # rows x heads of a tile
 MAX_COLUMNS = 32  # limit by accumulator registers
 MAX_COLUMNS_FLOAT32 = 16  # without tensor cores
@@ -37,6 +38,7 @@ class TileShape:
     min_columns: int  # rows x heads, padded to a power of two
     max_columns: int
     num_warps: int
+    block_kv: int  # positions of a KV tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +136,12 @@ class TritonAttention:
                 WINDOW=window or 0,
                 SOFTCAP=softcap is not None,
                 SPLIT=SPLIT,
-                BLOCK_KV=BLOCK_KV,
+                BLOCK_KV=tile.block_kv,
                 BLOCK_D=block_d,
                 NQ=launch.padded_columns,
                 FLOAT8=has_float8,
                 WHOLE=whole,
-                STAGES=num_stages(q.device, 2 * BLOCK_KV * block_d * k.itemsize),
+                STAGES=num_stages(q.device, 2 * tile.block_kv * block_d * k.itemsize),
                 PDL=pdl,
                 num_warps=tile.num_warps,
                 enable_fp_fusion=False,
@@ -237,12 +239,18 @@ def tile_shape(device: torch.device, dtype: torch.dtype, block_d: int) -> TileSh
     Where the columns are part of the tensor core instruction, all tiles have as many, as no document says
     that another instruction gives the same bits.
     """
-    num_warps = 8 if block_d > 128 else 4
+    is_wide = block_d > MAX_DIM
+    launch = 8 if block_d > 128 else 4, BLOCK_KV // 2 if is_wide else BLOCK_KV
     if dtype == torch.float32:
-        return TileShape(MAX_COLUMNS_FLOAT32, MAX_COLUMNS_FLOAT32, num_warps)
+        return TileShape(MAX_COLUMNS_FLOAT32, MAX_COLUMNS_FLOAT32, *launch)
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     padded = major in FIXED_N_CAPABILITIES and not is_enabled("attention_unpadded")
-    return TileShape(MAX_COLUMNS if padded else MIN_COLUMNS, MAX_COLUMNS, num_warps)
+    max_columns = MIN_COLUMNS if is_wide and not _has_large_shared_memory(device) else MAX_COLUMNS
+    return TileShape(max_columns if padded else MIN_COLUMNS, max_columns, *launch)
+
+
+def _has_large_shared_memory(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0))
 
 
 def num_stages(device: torch.device, tile_bytes: int) -> int:
@@ -250,7 +258,7 @@ def num_stages(device: torch.device, tile_bytes: int) -> int:
 
     Block tables are read one stage before keys and values: n tiles, one of them in use, take 2n - 1 stages.
     """
-    large = device.type == "cpu" or torch.cuda.get_device_capability(device) in ((8, 0), (9, 0))
+    large = _has_large_shared_memory(device)
     room = LARGE_SHARED_MEMORY_BYTES if large else SMALL_SHARED_MEMORY_BYTES
     tiles = max(min(room // tile_bytes, 3), 2 if large else 1)
     return 2 * tiles - 1

@@ -18,7 +18,7 @@ BATCH = argument_types(
     "tiles:*i32 request_index,positions,block_tables:*i64 "
     "num_requests,table_width,max_splits,num_columns,q_row,q_head:i32 scale,softcap:fp32"
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @contextmanager
@@ -43,7 +43,8 @@ def source(
     quantized = stored in ("i8", "u8")
     with gpu(capability) as device:
         tile = attention.tile_shape(device, DTYPES[dtype], dim)
-        stages = attention.num_stages(device, 2 * attention.BLOCK_KV * dim * (1 if quantized else 2))
+        itemsize = 1 if quantized else DTYPES[dtype].itemsize
+        stages = attention.num_stages(device, 2 * tile.block_kv * dim * itemsize)
     scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantized else {}
     shared = {} if whole else {"partials": "*fp32", "split_stats": "*fp32", "counters": "*i32"}
     arguments = {
@@ -66,7 +67,7 @@ def source(
         "WINDOW": 0,
         "SOFTCAP": False,
         "SPLIT": attention.SPLIT,
-        "BLOCK_KV": attention.BLOCK_KV,
+        "BLOCK_KV": tile.block_kv,
         "BLOCK_D": dim,
         "NQ": columns,
         "FLOAT8": stored == "u8" and capability >= 89,
@@ -185,6 +186,20 @@ def test_all_kernels_of_an_engine_have_the_same_instructions(
         weights = attention.BLOCK_KV * source_.constants["NQ"] // (4 * 32)  # of a thread
         passes = 1 if stored in ("i8", "u8") else 2
         assert made.count(r"fma\.rn\.f32") == passes * weights, "products other than weights are fused"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_wide_heads_fit_the_shared_memory(capability: int, dtype: str) -> None:
+    """512 values, as in global layers of Gemma 4."""
+    stored = ("bf16", "i8") if dtype == "bf16" else (dtype,)
+    for kind in stored:
+        all_made = compile_all(sources_of_an_engine(capability, kind, 512, dtype))
+        for made in all_made:
+            assert made.shared <= MAX_SHARED[capability]
+            assert dtype == "fp32" or made.stack <= 512  # float32 has no tensor cores
+            assert made.products == all_made[0].products
 
 
 def test_unpadded_tiles_have_another_instruction() -> None:

@@ -46,7 +46,7 @@ def test_scale_by_sigmoid_matches_reference(width: int, dtype: torch.dtype) -> N
     assert scale_by_sigmoid(x[:0], gate[:0]).shape == (0, width)
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", "none"])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu_tanh", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_matches_reference(activation: str, dtype: torch.dtype) -> None:
     """Of slices of wider rows."""
@@ -58,6 +58,13 @@ def test_gate_matches_reference(activation: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, expected, atol=rounding, rtol=rounding)
     assert torch.equal(gate(*(part[2:3] for part in operands), activation), result[2:3])
     assert gate(*(part[:0] for part in operands), activation).shape == (0, 1030)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_sum_rounds_once(dtype: torch.dtype) -> None:
+    a, b = ((torch.randn(3, 1500) * 4).to(dtype) for _ in range(2))
+    assert torch.equal(elementwise.add_scaled(a, b, 0.7), ReferenceOps().add(a, b, 0.7))
+    assert elementwise.add_scaled(a[:0], b[:0], 0.7).shape == (0, 1500)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0, 1e30])

@@ -44,6 +44,7 @@ def pack(
     inner: int,
     kind: str = "float32",
     bias: bool = True,
+    scaled: bool = False,
 ) -> PackedExperts:
     def layer(expert: int, rows: int, columns: int) -> object:
         matrix = normal(rows, columns, seed=expert) * columns**-0.5
@@ -53,6 +54,7 @@ def pack(
     return ops.pack_experts(
         [layer(expert, 2 * inner, hidden) for expert in experts],
         [layer(expert + 5, hidden, inner) for expert in experts],
+        scales=normal(config.num_experts, seed=7) if scaled else None,
     )
 
 
@@ -76,9 +78,10 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
     bias=st.booleans(),
     has_residual=st.booleans(),
     scoring=st.sampled_from(["softmax", "sigmoid"]),
+    scaled=st.booleans(),
 )
 def test_experts_match_reference(
-    sizes, groups, rows, shape, renormalize, activation, kind, bias, has_residual, scoring
+    sizes, groups, rows, shape, renormalize, activation, kind, bias, has_residual, scoring, scaled
 ) -> None:
     fits = sizes[0] % groups[0] == 0 and sizes[1] <= sizes[0] // groups[0] * groups[1]
     scale = 1.0 if scoring == "softmax" else 1.7
@@ -88,7 +91,7 @@ def test_experts_match_reference(
     x, logits = normal(rows, hidden, seed=1), normal(rows, config.num_experts, seed=2) * 2
     residual = normal(rows, hidden, seed=3) if has_residual else None
     results = [
-        ops.experts(x, logits, pack(ops, config, hidden, inner, kind, bias), config, residual)
+        ops.experts(x, logits, pack(ops, config, hidden, inner, kind, bias, scaled), config, residual)
         for ops in (TritonOps(), TritonFastMath(), ReferenceOps())
     ]
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=2e-5)
@@ -250,7 +253,14 @@ def test_experts_have_one_format() -> None:
 def test_small_kernels_compile_without_spilling() -> None:
     kernels = {
         "_route_kernel": (
-            {"logits": "*fp32", "bias": "*fp32", "chosen": "*i32", "shares": "*fp32", "scale": "fp32"},
+            {
+                "logits": "*fp32",
+                "bias": "*fp32",
+                "scales": "*fp32",
+                "chosen": "*i32",
+                "shares": "*fp32",
+                "scale": "fp32",
+            },
             dict.fromkeys(("TOP_K", "NUM_GROUPS", "RANKS"), 8)
             | dict.fromkeys(("NUM_EXPERTS", "BLOCK"), 256)
             | {"TOPK_GROUPS": 4, "RENORMALIZE": True, "SIGMOID": True},
