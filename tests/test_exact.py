@@ -251,7 +251,9 @@ def answers(
 
 
 @pytest.fixture(
-    scope="module", params=enumerate((*FAMILIES, *VARIANTS) if is_full() else QUICK_FAMILIES), ids=itemgetter(1)
+    scope="module",
+    params=enumerate((*FAMILIES, *VARIANTS) if is_full() else QUICK_FAMILIES),
+    ids=itemgetter(1),
 )
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     turn, name = request.param

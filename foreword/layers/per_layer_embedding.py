@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
-from foreword.layers.linear import Embedding, Linear
+from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.norm import RMSNorm
+from foreword.layers.weights import Weights
 
 
 class PerLayerEmbedding:
@@ -25,6 +27,30 @@ class PerLayerEmbedding:
         projected = self._projection(x)
         normed = self._norm(projected.view(x.shape[0], -1, self._size)).view(projected.shape)
         return self._ops.add(normed, self._embedding(token_ids))
+
+
+def load_per_layer_embedding(
+    ops: Ops,
+    weights: Weights,
+    dtype: torch.dtype,
+    formats: tuple[str, str],
+    sizes: tuple[int, int, int, int],
+    eps: float,
+) -> PerLayerEmbedding:
+    """(sqrt(P) * embedding + norm(projection / sqrt(H))) / sqrt(2).
+
+    dtype    activations
+    formats  of the embedding and of the projection, as in Ops.pack_linear
+    sizes    V, H, L and P
+    """
+    vocab, hidden, layers, size = sizes
+    names = {"embed_tokens_per_layer": vocab}, {"per_layer_model_projection": layers * size}
+    table = load_linear(ops, weights, formats[0], layers * size, names[0])
+    projection = load_linear(ops, weights, formats[1], hidden, names[1])
+    scale = torch.tensor(size**0.5, dtype=dtype).item() * 2**-0.5
+    weight = weights.tensor("per_layer_projection_norm.weight", size) * 2**-0.5
+    norm = RMSNorm(ops, weight, eps * hidden)  # as if its input were divided by sqrt(H)
+    return PerLayerEmbedding(ops, Embedding(ops, table, dtype, scale), Linear(ops, projection), norm, size)
 
 
 class PerLayerInput:

@@ -20,14 +20,14 @@ from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
 from foreword.layers.mlp import MLP, MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
-from foreword.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput
+from foreword.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput, load_per_layer_embedding
 from foreword.layers.rope import Rope
 from foreword.layers.states import GatedDeltaNet, Mamba2, ShortConv
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.expert_weights import MoEConfig, load_experts
 from foreword.models.interfaces import KVCache, Precision, VisionEncoder
-from foreword.planning.memory import ModelInfo
+from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 from foreword.weights.renamed_weights import ReorderedWeights, ScaledWeights, rows_of_scale
 
@@ -364,7 +364,13 @@ class Decoder(ABC):
         embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
         scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
         self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
-        self._per_layer = self._load_per_layer(body, precision) if config.per_layer_size else None
+        self._per_layer: PerLayerEmbedding | None = None
+        if config.per_layer_size:
+            formats, sizes = (precision.embedding_format, precision.linear_format), (self.vocab_size, hidden)
+            layers, size = len(config.layer_types), config.per_layer_size
+            self._per_layer = load_per_layer_embedding(
+                ops, body, precision.dtype, formats, (*sizes, layers, size), config.eps
+            )
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
         self._layer_type_indexes = tuple(map(self._layer_types.index, config.layer_types))
         self._layers = []
@@ -381,25 +387,8 @@ class Decoder(ABC):
         self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)
-        self.info = _model_info(config, weights.num_parameters, self.lora.values_per_rank)
+        self.info = describe_model(config, weights.num_parameters, self.lora.values_per_rank)
         self.vision_encoder: VisionEncoder | None = None
-
-    def _load_per_layer(self, body: Weights, precision: Precision) -> PerLayerEmbedding:
-        """(norm(projection / sqrt(H)) + sqrt(P) * embedding) / sqrt(2)"""
-        config, size = self.config, self.config.per_layer_size
-        hidden, width = config.hidden_size, len(config.layer_types) * size
-        names = {"embed_tokens_per_layer": self.vocab_size}, {"per_layer_model_projection": width}
-        table = load_linear(self.ops, body, precision.embedding_format, width, names[0])
-        scale = torch.tensor(size**0.5, dtype=precision.dtype).item() * 2**-0.5
-        projection = load_linear(self.ops, body, precision.linear_format, hidden, names[1])
-        weight = body.tensor("per_layer_projection_norm.weight", size) * 2**-0.5
-        return PerLayerEmbedding(
-            self.ops,
-            Embedding(self.ops, table, precision.dtype, scale),
-            Linear(self.ops, projection),
-            RMSNorm(self.ops, weight, config.eps * hidden),  # as if its input were divided by sqrt(H)
-            size,
-        )
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length. Call it before anything is compiled."""
@@ -525,36 +514,3 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
     def __init__(self, compiled: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
         super().__init__(compiled, forward)
         self.draft = compiled.draft
-
-
-def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
-    kv_shapes = config.kv_shapes
-    projected = max((config.num_heads + 2 * shape.heads) * shape.head_dim for shape in kv_shapes)
-    embedding_sizes = config.hidden_size * (2 - config.tie_word_embeddings)
-    embedding_sizes += len(config.layer_types) * config.per_layer_size
-    inner, moe = 3 * config.intermediate_size * (1 + config.double_wide_mlp), config.moe
-    if moe is not None:
-        inner = max(inner, moe.experts.top_k * (3 * moe.intermediate_size + config.hidden_size))
-    return ModelInfo(
-        architecture=config.architecture,
-        context_len=config.context_length,
-        dtype=config.dtype,
-        parameters=num_parameters,
-        vocab_size=config.vocab_size,
-        kv_values_per_token=sum(shape.values_per_token for shape in kv_shapes),
-        kv_vectors_per_token=sum(shape.vectors_per_token for shape in kv_shapes),
-        state_shapes=config.state_shapes,
-        embedding_parameters=config.vocab_size * embedding_sizes,
-        activation_values_per_row=3 * config.hidden_size + max(inner, 2 * projected),
-        num_experts=moe.experts.num_experts if moe else 0,
-        experts_per_token=moe.experts.top_k if moe else 0,
-        expert_parameters=_expert_parameters(moe, config.hidden_size) if moe else 0,
-        lora_values_per_rank=lora_values_per_rank,
-    )
-
-
-def _expert_parameters(moe: MoEConfig, hidden_size: int) -> int:
-    """Parameters of all experts but the shared ones."""
-    of_one = 3 * moe.intermediate_size * hidden_size
-    of_one += (2 * moe.intermediate_size + hidden_size) * moe.bias
-    return sum(moe.has_experts) * moe.experts.num_experts * of_one
