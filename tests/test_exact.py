@@ -138,7 +138,7 @@ def prompts() -> list[list[int]]:
 
 
 # Checkpoints whose answers vary, and `ngram` sometimes predicts them; 1 elsewhere.
-SEEDS = {"mixtral": 2, "olmoe": 3, "qwen3_5_text": 6}
+SEEDS = {"gemma4_text": 2, "gemma4_unified_text": 2, "mixtral": 2, "olmoe": 3, "qwen3_5_text": 6}
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.0, "ignore_eos": True, "max_tokens": None},

@@ -25,7 +25,14 @@ each_cache = pytest.mark.parametrize("cached", CACHES)
 
 
 # Every pair of a shape, options and a cache.
-SHAPES = [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]  # heads, KV heads, dimension
+SHAPES = [
+    (14, 2, 64),
+    (3, 1, 8),
+    (2, 2, 80),
+    (1, 1, 256),
+    (9, 1, 7),
+    (4, 2, 512),
+]  # heads, KV heads, dimension
 OPTIONS = [(None, None, False), (70, None, False), (None, 2.0, False), (70, None, True), (None, 2.0, True)]
 PAIRS = [
     (CACHES[(place + index) % 3], *shape, *options)
@@ -46,7 +53,10 @@ def test_attention_is_softmax_over_visible_positions(
     softcap: float | None,
     sunk: bool,
 ):
-    """The error is at most twice that of plain torch, or a few float32 units: sums differ by machine."""
+    """The error is at most twice that of plain torch, or a few float32 units: sums differ by machine.
+
+    A float32 product adds its values one after the other: more units for wide heads.
+    """
     start, length = SPLIT - 5, SPLIT + 20
     sinks = torch.linspace(7.0, -3.0, heads) if sunk else None
     for dtype in TYPES:
@@ -65,7 +75,8 @@ def test_attention_is_softmax_over_visible_positions(
             requests.textbook(start, length, heads, by, window, softcap, sinks)
             for by in (torch.float64, plain)
         )
-        assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), 2e-6)
+        units = 2e-6 * max(dim / 256, 1)
+        assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), units)
 
 
 @pytest.mark.full

@@ -392,7 +392,11 @@ def test_native_kernels_agree_with_the_reference(isa: str, family: str, tmp_path
     ("isa", "family"),
     [
         *((isa, "llama") for isa in ISAS[:-1]),
-        *((isa, family) for isa in ISAS[-1:] for family in ("llama", "gemma3_text", "qwen2_moe", "gpt_oss")),
+        *(
+            (isa, family)
+            for isa in ISAS[-1:]
+            for family in ("llama", "gemma3_text", "gemma4_text", "qwen2_moe", "gpt_oss")
+        ),
     ],
 )
 @pytest.mark.parametrize(
