@@ -52,6 +52,9 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
     }
     if family in DELTA_NET_FAMILIES:
         shape["linear_value_head_dim"] = max(32, multiple // 4)  # there are four heads
+    if family.startswith("gemma4"):
+        shape["global_head_dim"] = 32
+        shape |= {"hidden_size_per_layer_input": multiple} if family == "gemma4_text" else {}
     if family in MAMBA2_FAMILIES:
         shape["mamba_n_heads"] = shape["hidden_size"] // 8
         shape["mamba_d_ssm"] = 2 * shape["hidden_size"] if family == "falcon_h1" else ...

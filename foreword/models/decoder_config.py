@@ -99,6 +99,7 @@ class DecoderConfig:
         """Of layers with attention."""
         return tuple(shape for shape in map(kv_shape_of, self.cache_shapes) if shape is not None)
 
+    @property
     def layers_without_kv(self) -> tuple[int, ...]:
         """Layers that read K and V of an earlier one."""
         shapes = enumerate(map(kv_shape_of, self.cache_shapes))

@@ -72,6 +72,11 @@ MORE_FAMILIES: Mapping[str, ToolFamily] = {
         bare('<|"|>', "<|tool_call>", "<tool_call|>"),
         content=with_reasoning("<|channel>thought\n", "\n<channel|>"),
     ),
+    "gemma4-calls-first": ToolFamily(  # as published: earlier reasoning is left out
+        bare('<|"|>', "<|tool_call>", "<tool_call|>"),
+        end="{{ message.content or '' }}",
+        content="{% if not message.tool_calls %}{{ message.content }}{% endif %}",
+    ),
     "deepseek-v3": ToolFamily(
         DEEPSEEK_V3, begin="<｜tool▁calls▁begin｜>", between="\n", end="<｜tool▁calls▁end｜>"
     ),

@@ -18,6 +18,7 @@ from tests.support.fakes import byte_backend, byte_tokenizer
 NAMES = {  # of families, where a template's name is another
     "hermes-thinking": "hermes",
     "qwen3.5": "qwen3-coder",
+    "gemma4-calls-first": "gemma4",
     "lfm2.5": "lfm2",
     "lfm2.5-calls-first": "lfm2",
 }

@@ -25,7 +25,7 @@ from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_
 
 BLOCK = 8
 SPLIT = 32
-SMALL_TILE = TileShape(16, 32, 4)
+SMALL_TILE = TileShape(16, 32, 4, 16)
 REFERENCE = ReferenceOps()
 STORED = {"float32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -35,7 +35,6 @@ def small_tiles() -> Iterator[None]:
     """Small tiles and splits: the interpreter takes a millisecond for each tile operation."""
     with pytest.MonkeyPatch.context() as patch, exact_dot(), torch.device(DEVICE):
         patch.setattr(attention, "SPLIT", SPLIT)
-        patch.setattr(attention, "BLOCK_KV", 16)
         patch.setattr(attention, "tile_shape", lambda *_: SMALL_TILE)
         yield
 
@@ -84,6 +83,17 @@ def test_attention_matches_reference(spans, heads, dim, window, softcap, stored,
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
+def test_heads_of_512_values_match_reference() -> None:
+    """In global layers of Gemma 4."""
+    cache = cache_of([40], 1, 512)
+    whole = run(cache, [(0, 0, 40)], 2, window=33)
+    batch = cache.batch([(0, 0, 40)], 1)
+    expected = REFERENCE.attention(cache.queries(batch, [(0, 0, 40)], 2), cache.kv, batch, 512**-0.5, 33)
+    torch.testing.assert_close(torch.stack(list(whole.values())), expected, atol=5e-6, rtol=1e-5)
+    for start, end in pairwise((0, 1, 30, 39, 40)):
+        agree(run(cache, [(0, start, end)], 2, window=33), whole)
+
+
 @settings(max_examples=examples(6))
 @given(
     cuts=st.lists(st.integers(1, 79), max_size=2),
@@ -119,7 +129,7 @@ def test_rows_do_not_depend_on_chunks_or_programs(
 @given(
     spans=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 4, 11])), min_size=2, max_size=3),
     window=st.sampled_from([None, 25]),
-    tile=st.sampled_from([TileShape(16, 16, 4), TileShape(32, 32, 4), TileShape(16, 64, 4)]),
+    tile=st.sampled_from([TileShape(16, 16, 4, 16), TileShape(32, 32, 4, 16), TileShape(16, 64, 4, 16)]),
     heads=st.sampled_from([2, 6, 10]),
     has_sinks=st.booleans(),
 )
@@ -187,7 +197,7 @@ def test_long_contexts_share_the_splits_of_a_request(
     tables, starts = torch.zeros(streams + 1, 131072 // 16, dtype=torch.int64), tuple(range(streams + 1))
     batch = Batch(positions, positions, positions, tables, starts, (), positions, 16, None, None, positions)
     metadata = TritonAttnMetadata(batch, None)
-    (launch,) = metadata.get_launches(TileShape(32, 32, 4), 4, 8, 128)
+    (launch,) = metadata.get_launches(TileShape(32, 32, 4, 16), 4, 8, 128)
     assert (launch.num_columns, launch.padded_columns, launch.num_programs) == (4, 32, programs)
     shared = TritonAttention()
     values, stats = shared._get_workspace(positions.device, 264 * metadata.max_splits * 32, 128)
