@@ -14,7 +14,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, ImageFeatures, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
+from foreword.kernels.ops import AttentionMetadata, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
@@ -26,6 +26,7 @@ from foreword.layers.states import GatedDeltaNet, Mamba2, ShortConv
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.expert_weights import MoEConfig, load_experts
+from foreword.models.image_forward import with_images
 from foreword.models.interfaces import KVCache, Precision, VisionEncoder
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
@@ -463,9 +464,7 @@ class Decoder(ABC):
         compiled = self.ops.compile(forward)
         if self.vision_encoder is None or compiled is forward:
             return compiled
-        if isinstance(compiled, DraftLoop):
-            return _ImageAwareDraftLoop(compiled, forward)
-        return _ImageAwareForward(compiled, forward)
+        return with_images(compiled, forward)
 
     @property
     def uses_mrope(self) -> bool:
@@ -495,22 +494,3 @@ class Decoder(ABC):
         rope = self._ropes[layer_type.rope]
         tables = rope.cos_sin, rope.query_cos_sin
         return ForwardContext(batch, *tables, metadata, positions, sections, inputs)
-
-
-class _ImageAwareForward:
-    """Runs a batch with images, which is a prompt, uncompiled: the compiled forward takes only tokens."""
-
-    def __init__(self, compiled: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
-        self._compiled = compiled
-        self._forward = forward
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self._compiled(batch) if batch.image_features is None else self._forward(batch)
-
-
-class _ImageAwareDraftLoop(_ImageAwareForward):
-    """Keeps `draft` of the compiled forward: drafting needs no image features."""
-
-    def __init__(self, compiled: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
-        super().__init__(compiled, forward)
-        self.draft = compiled.draft
