@@ -193,6 +193,8 @@ def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConf
     The head belongs to the whole model in transformers, so softcap and scale of text_config do not apply.
     """
     architecture, decoder = read_decoder(read_text_config(config), "llama")
+    if decoder.per_layer_size:
+        raise config.error("text_config", "has per-layer embeddings, of which images have none")
     tied = config.get_bool("tie_word_embeddings", False) or decoder.tie_word_embeddings
     dtype = config.get_dtype() if "dtype" in config or "torch_dtype" in config else decoder.dtype
     return architecture, replace(

@@ -52,8 +52,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip-new-names": ("llava_siglip", {"layout": "new"}),
     "siglip-head": ("llava_siglip", {"vision_config": {"vision_use_head": True}}),
     "siglip-without-first": ("llava_siglip", {"vision_feature_select_strategy": "default"}),
-    # LLaVA of transformers bypasses Falcon-H1's multipliers of embeddings and logits
-    **{f"llava-{text}": ("llava", {"text": text}) for text in ARCHITECTURES if text != "falcon_h1"},
+    # LLaVA of transformers bypasses Falcon-H1's multipliers of embeddings and logits, and has no per-layer
+    # embeddings of images
+    **{
+        f"llava-{text}": ("llava", {"text": text})
+        for text in ARCHITECTURES
+        if text not in ("falcon_h1", "gemma4_text")
+    },
 }
 
 
@@ -305,6 +310,12 @@ def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, An
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     write_json(tmp_path / "config.json", config)
     with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_model_info(tmp_path)
+
+
+def test_decoder_with_per_layer_embeddings_is_refused(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path, "llava", text="gemma4_text")
+    with pytest.raises(CheckpointError, match="`text_config` has per-layer embeddings"):
         read_model_info(tmp_path)
 
 
