@@ -59,6 +59,18 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
 
 
+def test_suppressed_tokens_are_never_sampled(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    before = prepare_checkpoint(Config(model=str(path))).never_sampled_ids
+    generation = json.loads((path / "generation_config.json").read_text())
+    write_json(path / "generation_config.json", generation | {"suppress_tokens": [7, 5, VOCAB_SIZE]})
+    after = prepare_checkpoint(Config(model=str(path))).never_sampled_ids
+    assert after == tuple(sorted({*before, 5, 7}))
+    write_json(path / "generation_config.json", generation | {"suppress_tokens": ["<bos>"]})
+    with pytest.raises(CheckpointError, match="suppress_tokens must be an id or a list of ids"):
+        prepare_checkpoint(Config(model=str(path)))
+
+
 @pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_draft_model_with_states_is_refused_without_its_engine(tmp_path: Path, family: str) -> None:
     model, drafter = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "drafter", family)

@@ -107,13 +107,13 @@ def test_unread_keys_and_values_of_shared_layers_are_ignored(tmp_path: Path) -> 
         ({"attention__head_count_kv": [2, 1]}, "head_count_kv` must be a number or 5 numbers"),
         ({"attention__head_count_kv": 4}, "head_count_kv` makes 64 rows"),
         ({"feed_forward_length": [96, 96, 96, 96, 192]}, "feed_forward_length` must be one size"),
-        (
-            {"attention__shared_kv_layers": 4, "feed_forward_length": [96] + [192] * 4},
-            "num_kv_shared_layers` leaves a layer",
-        ),
+        ({"attention__shared_kv_layers": 4}, "shared_kv_layers` is 4: no layer before them is like 1"),
         ({"expert_count": 8}, "expert_feed_forward_length"),
         ({"attention__scale": 0.5}, "attention.scale"),
-        ({"embedding_length_per_layer_input": 16}, "embed_tokens_per_layer|per_layer_token_embd"),
+        ({"embedding_length_per_layer_input": 16}, "embedding_length_per_layer_input` makes 80 columns"),
+        ({"embedding_length_per_layer_input": 0}, "embedding_length_per_layer_input` is 0, but"),
+        ({"attention__shared_kv_layers": 1}, "shared_kv_layers` is 1, but `blk.3.attn_k.weight` is missing"),
+        ({"attention__sliding_window_pattern": 2}, "head_count` makes"),
     ],
 )
 def test_unsupported_keys_are_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

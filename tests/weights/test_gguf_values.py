@@ -112,7 +112,9 @@ def test_any_value_is_accepted_or_refused(
             except CheckpointError as error:
                 assert f"`{file.metadata['general.architecture']}." in str(error), (key, value)
             else:
-                assert info.parameters == parameters and 0 < info.context_len < 2**60, (key, value)
+                assert 0 < info.context_len < 2**60, (key, value)
+                # Files of Gemma 4 may hold K and V of layers that do not read them
+                assert info.parameters == parameters or key == "attention.shared_kv_layers", (key, value)
 
 
 @settings(
@@ -146,7 +148,7 @@ def test_several_changed_values(
         info = read(file, values, monkeypatch)
     except CheckpointError:
         return
-    assert info.parameters == read(file, {}, monkeypatch).parameters
+    assert info.parameters == read(file, {}, monkeypatch).parameters or "attention.shared_kv_layers" in values
 
 
 BIGGEST = 2**32 - 1

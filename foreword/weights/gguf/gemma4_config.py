@@ -10,11 +10,9 @@ from foreword.weights.gguf.metadata import ROPE_FREQS, MetadataReader, TensorRea
 ARCHITECTURE = "gemma4"
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 MIN_STILL_DIVISOR = 1e20  # of an angle that does not turn
-KV_HEADS, MLP_SIZE, EXPERT_SIZE = (
-    "attention.head_count_kv",
-    "feed_forward_length",
-    "expert_feed_forward_length",
-)
+KV_HEADS, SHARED_LAYERS = "attention.head_count_kv", "attention.shared_kv_layers"
+MLP_SIZE, EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
+PER_LAYER_SIZE, PER_LAYER_EMBEDDING_TENSOR = "embedding_length_per_layer_input", "per_layer_token_embd.weight"
 Options = dict[str, Any]
 
 
@@ -35,9 +33,11 @@ def gemma4_options(
             layer_types, _read_layers(metadata, KV_HEADS, len(layer_types)), strict=True
         )
     ]
-    _check_heads(metadata, layers)
-    num_shared = metadata.get_int("attention.shared_kv_layers", 0, low=0)
-    first_full = layer_types.index("full_attention") if "full_attention" in layer_types else 0
+    num_shared = metadata.get_int(SHARED_LAYERS, 0, low=0)
+    _check_layers(metadata, layers, num_shared)
+    if layer_types[-1] != "full_attention":
+        raise metadata.error("attention.sliding_window_pattern", "must end with a layer without a window")
+    first_full = layer_types.index("full_attention")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "num_key_value_heads": layers[0]["num_key_value_heads"],
@@ -46,7 +46,7 @@ def gemma4_options(
         "num_kv_shared_layers": num_shared,
         "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in metadata.tensors,
         "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping"),
-        "hidden_size_per_layer_input": metadata.get_int("embedding_length_per_layer_input", 0, low=0),
+        "hidden_size_per_layer_input": _read_per_layer_size(metadata, len(layer_types)),
         "rope_parameters": _rope_parameters(metadata, full, read_tensor),
         **_mlp_options(metadata, len(layer_types), num_shared),
         **_expert_options(metadata),
@@ -63,12 +63,33 @@ def _read_layers(metadata: MetadataReader, key: str, num_layers: int) -> list[in
     return values
 
 
-def _check_heads(metadata: MetadataReader, layers: Sequence[dict[str, int]]) -> None:
-    """Compare with the tensors of the first layer, before anything is allocated."""
-    heads, size = metadata.get_int("attention.head_count"), layers[0]["head_dim"]
-    metadata.check_dimension("attention.head_count", "blk.0.attn_q.weight", 0, heads * size)
-    rows = layers[0]["num_key_value_heads"] * size
-    metadata.check_dimension(KV_HEADS, "blk.0.attn_k.weight", 0, rows)
+def _check_layers(metadata: MetadataReader, layers: Sequence[dict[str, int]], num_shared: int) -> None:
+    """Compare heads with the tensors of every layer, before anything is allocated."""
+    heads, first_shared = metadata.get_int("attention.head_count"), max(len(layers) - num_shared, 0)
+    for index, layer in enumerate(layers):
+        rows, prefix = heads * layer["head_dim"], f"blk.{index}."
+        metadata.check_dimension("attention.head_count", f"{prefix}attn_q.weight", 0, rows)
+        if index >= first_shared:
+            if layer not in layers[:first_shared]:
+                raise metadata.error(SHARED_LAYERS, f"is {num_shared}: no layer before them is like {index}")
+            continue
+        if f"{prefix}attn_k.weight" not in metadata.tensors:
+            raise metadata.error(SHARED_LAYERS, f"is {num_shared}, but `{prefix}attn_k.weight` is missing")
+        rows = layer["num_key_value_heads"] * layer["head_dim"]
+        metadata.check_dimension(KV_HEADS, f"{prefix}attn_k.weight", 0, rows)
+
+
+def _read_per_layer_size(metadata: MetadataReader, num_layers: int) -> int:
+    size = metadata.get_int(PER_LAYER_SIZE, 0, low=0)
+    has_table = PER_LAYER_EMBEDDING_TENSOR in metadata.tensors
+    if has_table != (size > 0):
+        state = "there" if has_table else "missing"
+        raise metadata.error(
+            PER_LAYER_SIZE, f"is {size}, but tensor `{PER_LAYER_EMBEDDING_TENSOR}` is {state}"
+        )
+    if size:
+        metadata.check_dimension(PER_LAYER_SIZE, PER_LAYER_EMBEDDING_TENSOR, 1, size * num_layers)
+    return size
 
 
 def _mlp_options(metadata: MetadataReader, num_layers: int, num_shared: int) -> Options:
@@ -80,7 +101,8 @@ def _mlp_options(metadata: MetadataReader, num_layers: int, num_shared: int) -> 
     ]
     if sizes != expected:
         raise metadata.error(MLP_SIZE, "must be one size, or twice as much where K and V are shared")
-    metadata.check_dimension(MLP_SIZE, "blk.0.ffn_up.weight", 0, sizes[0])
+    for index, size in enumerate(sizes):
+        metadata.check_dimension(MLP_SIZE, f"blk.{index}.ffn_up.weight", 0, size)
     return {"intermediate_size": sizes[0], "use_double_wide_mlp": is_double}
 
 
