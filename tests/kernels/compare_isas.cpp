@@ -350,7 +350,7 @@ void check_experts(Format format, Type type) {
     logits.wide[11 * COUNT + 3] = NAN;
     const std::string name = "experts of format " + std::to_string(static_cast<int>(format));
     check({name, HIDDEN, type, is_dense(format) ? 2e-5 : 0.05, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
-        run_experts(context, isa, {experts, TOP_K, true, Activation::SILU, type, x.view(type, first),
+        run_experts(context, isa, {experts, TOP_K, true, false, 1, 1, 1.0f, Activation::SILU, type, x.view(type, first),
                                    logits.view(Type::F32, first), add_to.view(type, first), y, count});
     }});
 }
