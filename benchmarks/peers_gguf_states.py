@@ -55,6 +55,8 @@ LFM2: Mapping[str, Any] = MappingProxyType(
         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
     }
 )
+# llama.cpp's shared layers read the last two of the others, which must be one of each kind in this order.
+SHARED_LAYERS = [gemma4.SLIDING, gemma4.SLIDING, gemma4.FULL, gemma4.SLIDING, gemma4.FULL]
 # Family, options of config.json, options of write_gguf()
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
     {
@@ -65,7 +67,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = Mapping
         "qwen3next, joined qkvz": ("qwen3_next", DELTA_NET, {"join_qkvz": True}),
         "gemma4, shared K and V": (
             "gemma4_text",
-            {"hidden_size": 256, "hidden_size_per_layer_input": 64},
+            {"hidden_size": 256, "hidden_size_per_layer_input": 64, "layer_types": SHARED_LAYERS},
             {},
         ),
         "gemma4, experts": ("gemma4_text", {**gemma4.EXPERTS, "hidden_size": 256}, {}),
