@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, KVLayer, StateLayer
 
+NO_ALPHAS = (0.0, 0.0)  # of an activation without parameters
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
 AttentionMetadata = Any  # result of build_attention_metadata() of the same backend
@@ -332,6 +333,12 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """x [T, ..., H] -> (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in float32.
+
+        weight, bias float32 [H].
+        """
+
     def rope(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
@@ -344,8 +351,15 @@ class Ops(Protocol):
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [T, 2I] -> activation(gate) * up [T, I].
 
-        activation is "silu", "gelu", "gelu_tanh", or
+        activation is "silu", "gelu", "gelu_tanh", "relu2": max(gate, 0)^2, or
         "gpt_oss": g * sigmoid(1.702 * g) * (u + 1), with g = min(gate, 7) and u = up within -7 and 7.
+        """
+
+    def act(self, x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
+        """x [T, N] -> activation(x) [T, N], computed in float32.
+
+        activation is as in gated_act() but for "gpt_oss", or
+        "xielu": x / 2 + alphas[0] x^2 for x > 0, else x / 2 + alphas[1] (e^x - 1 - x). arXiv 2411.13010
         """
 
     def rope_and_cache(

@@ -269,15 +269,23 @@ void check_rows(Type type) {
     check({"rms_norm", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
         row_kernels(isa).rms_norm(context, {weight.data(), 1e-6f, type, x.view(type, first), y, HEADS, DIM, count});
     }});
+    check({"layer_norm", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
+        const LayerNormArgs args{weight.data(), weight.data(), 1e-6f, type, x.view(type, first), y, HEADS, DIM, count};
+        row_kernels(isa).layer_norm(context, args);
+    }});
     check({"rope", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
         const RowView rows = x.view(type, first);
         row_kernels(isa).rope(context, {angles.data(), nullptr, positions(first), type, rows, y, HEADS, DIM, DIM - 4, count});
     }});
-    for (const Activation act : {Activation::SILU, Activation::GELU, Activation::GELU_TANH, Activation::GPT_OSS}) {
+    for (const Activation act : {Activation::SILU, Activation::GELU, Activation::GELU_TANH, Activation::GPT_OSS, Activation::RELU2}) {
         check({"gated_act", HEADS * DIM / 2, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
             row_kernels(isa).gated_act(context, {act, type, x.view(type, first), y, HEADS * DIM / 2, count});
         }});
     }
+    check({"xielu", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
+        const GatedActArgs args{Activation::XIELU, type, x.view(type, first), y, HEADS * DIM, count, false, {0.8f, 0.6f}};
+        row_kernels(isa).gated_act(context, args);
+    }});
     check({"scale_by_sigmoid", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
         const RowView rows = x.view(type, first), gate = other.view(Type::BF16, first);
         row_kernels(isa).scale_by_sigmoid(context, {type, Type::BF16, rows, gate, y, HEADS * DIM, count});

@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.relu().square(),
 }
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 896, 1023, 1024, 1025, 2500)
@@ -61,12 +62,16 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     return {
         "rms_norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
         "rms_norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
+        "layer_norm": lambda ops, x: ops.layer_norm(x[:, :width], weight, None, 1e-5),
+        "layer_norm of heads": lambda ops, x: ops.layer_norm(x.view(-1, 2, width), weight, weight, 1e-5),
         "rope": rope,
         "mrope": mrope,
         "silu": lambda ops, x: ops.gated_act(x, "silu"),
         "gelu": lambda ops, x: ops.gated_act(x, "gelu"),
         "gelu_tanh": lambda ops, x: ops.gated_act(x, "gelu_tanh"),
         "gpt_oss": lambda ops, x: ops.gated_act(x, "gpt_oss"),
+        "relu2": lambda ops, x: ops.act(x, "relu2"),
+        "xielu": lambda ops, x: ops.act(x, "xielu", (0.8, 0.6)),
         "scale_by_sigmoid": lambda ops, x: ops.scale_by_sigmoid(x[:, :width], x[:, width : width + 1]),
         "gate": lambda ops, x: ops.gate(x[:, :width], x[:, width:], "silu"),
         "add": lambda ops, x: ops.add(x[:, :width], x[:, width:]),
@@ -100,6 +105,20 @@ def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     close(cpu_ops_by_threads(isa)[0].rms_norm(x, weight, 1e-5), expected)
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm(isa: str, dtype: torch.dtype, width: int, has_bias: bool):
+    """The mean outweighs the rest: a variance by the mean of squares would cancel."""
+    x, weight = (randn(5, 3, width) * 4 + 50).to(dtype), randn(width, seed=1)
+    bias = randn(width, seed=2) if has_bias else None
+    wide = x.double()
+    expected = F.layer_norm(wide, (width,), weight.double(), None if bias is None else bias.double(), 1e-5)
+    actual = cpu_ops_by_threads(isa)[0].layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
 
 
 @each_isa
@@ -164,6 +183,27 @@ def test_gated_act(isa: str, dtype: torch.dtype, activation: str):
     x = torch.stack((gate, randn(len(gate), dtype=dtype))).flatten()[None]
     expected = ACTIVATIONS[activation](gate.double()) * x[0, len(gate) :].double()
     close(cpu_ops_by_threads(isa)[0].gated_act(x, activation)[0], expected)
+
+
+def xielu(x: Tensor, alphas: tuple[float, float]) -> Tensor:
+    curve = torch.where(x > 0, alphas[0] * x * x, alphas[1] * (torch.expm1(x) - x))
+    return curve + x / 2
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "xielu"])
+def test_act(isa: str, dtype: torch.dtype, activation: str):
+    """No gate; beside 0, the negative branch of xIELU is the difference of nearly equal numbers."""
+    alphas = (0.8, 60.0)
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-5, -1e-3, -0.02, -0.4999, -0.5001, 1e4, -1e4])
+    x = torch.cat((torch.linspace(-20, 20, 4001), special)).to(dtype)[None]
+    wide = x.double()
+    expected = xielu(wide, alphas) if activation == "xielu" else ACTIVATIONS[activation](wide)
+    actual = cpu_ops_by_threads(isa)[0].act(x, activation, alphas)
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype] * 2, atol=1e-6)
+    gone = cpu_ops_by_threads(isa)[0].act(torch.tensor([[math.nan, math.inf]]), activation, alphas)
+    assert gone[0, 0].isnan() and gone[0, 1] == math.inf
 
 
 @each_isa

@@ -22,6 +22,7 @@ from foreword.kernels.cpu.library import (
     Instruction,
     KVPointers,
     LoraPointers,
+    NormVectors,
     Opcode,
     Operand,
     ProgramInputs,
@@ -33,10 +34,12 @@ from foreword.kernels.cpu.library import (
 from foreword.kernels.cpu.packing import CpuExperts, CpuLinear, Packer, join_experts
 from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
 from foreword.kernels.cpu.sampling import NativeSampling, delete_context
-from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
-ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
+ACTIVATIONS = MappingProxyType(  # enum Activation
+    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
+)
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2, "gelu_tanh": 3})  # enum Gate
 NUM_AXES = 3  # of M-RoPE positions
@@ -285,6 +288,20 @@ class CpuOps(NativeSampling, UnfusedOps):
             Opcode.RMS_NORM, (x,), out, target=address, keep_alive=weight, sizes=sizes, scalars=(eps,)
         )
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        vectors = [vector for vector in (weight, bias) if vector is not None]
+        assert all(vector.dtype == torch.float32 and vector.is_contiguous() for vector in vectors)
+        assert all(vector.shape == x.shape[-1:] for vector in vectors)
+        return self._execute(
+            Opcode.LAYER_NORM,
+            (x,),
+            torch.empty(x.shape, dtype=x.dtype),
+            target=NormVectors(weight.data_ptr(), None if bias is None else bias.data_ptr()),
+            keep_alive=vectors,
+            sizes=(x[0].numel() // x.shape[-1], x.shape[-1]),
+            scalars=(eps,),
+        )
+
     def rope(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
@@ -304,7 +321,12 @@ class CpuOps(NativeSampling, UnfusedOps):
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         width = gate_up.shape[1] // 2
         out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
-        return self._execute(Opcode.GATED_ACT, (gate_up,), out, sizes=(width, ACTIVATIONS[activation]))
+        return self._execute(Opcode.GATED_ACT, (gate_up,), out, sizes=(width, ACTIVATIONS[activation], 1))
+
+    def act(self, x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
+        assert activation != "gpt_oss"
+        sizes, out = (x.shape[1], ACTIVATIONS[activation], 0), torch.empty(x.shape, dtype=x.dtype)
+        return self._execute(Opcode.GATED_ACT, (x,), out, sizes=sizes, scalars=alphas)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         assert k.shape == v.shape == (*slots.shape, *cache.k.shape[1:]) and slots.dtype == torch.int64

@@ -81,6 +81,7 @@ class Opcode(IntEnum):
     CAUSAL_CONV = 15
     DELTA_RULE = 16
     SSM_SCAN = 17
+    LAYER_NORM = 18
 
 
 class AddressSpace(IntEnum):
@@ -184,6 +185,12 @@ class LoraPointers(ctypes.Structure):
         ("scales", c_void_p),
         ("part_sizes", c_void_p),
     )
+
+
+class NormVectors(ctypes.Structure):
+    """Weight and bias (or null) of a layer norm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class RopeTable(ctypes.Structure):

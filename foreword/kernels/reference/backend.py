@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer, StateLayer
-from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import (
     ReferenceAttnMetadata,
@@ -42,7 +42,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gpt_oss": _swish,
+    "relu2": lambda x: x.relu().square(),
 }
+
+
+def _xielu(x: Tensor, alphas: tuple[float, float]) -> Tensor:
+    positive, negative = alphas
+    return torch.where(x > 0, positive * x * x, negative * (torch.expm1(x) - x)) + 0.5 * x
 
 
 def reference_threads(cores: int) -> int:
@@ -257,6 +263,16 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
 
         return self._apply_by_tile(norm, x)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        def norm(rows: Tensor) -> Tensor:
+            wide = rows.to(torch.float32)
+            wide = wide - wide.mean(-1, keepdim=True)
+            inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+            scaled = (wide * inverse).mul_(weight)
+            return (scaled if bias is None else scaled + bias).to(x.dtype)
+
+        return self._apply_by_tile(norm, x)
+
     def rope(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
@@ -276,6 +292,10 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         gate, up = gate_up.chunk(2, -1)
         activated = map_values(ACTIVATIONS[activation], gate.to(torch.float32))
         return activated.mul_(_clamp_up(up.to(torch.float32), activation)).to(gate_up.dtype)
+
+    def act(self, x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
+        function = ACTIVATIONS.get(activation, functools.partial(_xielu, alphas=alphas))
+        return map_values(function, x.to(torch.float32)).to(x.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer
-from foreword.kernels.ops import LoraTable, Matrix, MRopeSections, PackedExperts, PackedLinear
+from foreword.kernels.ops import NO_ALPHAS, LoraTable, Matrix, MRopeSections, PackedExperts, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise, lora, rope
 from foreword.kernels.triton.attention import TritonAttention
@@ -46,8 +46,14 @@ class TritonOps(TritonExperts, TritonStates, TritonAttention, TritonSampling, Re
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return elementwise.layer_norm(x, weight, bias, eps)
+
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         return elementwise.gated_act(gate_up, activation)
+
+    def act(self, x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
+        return elementwise.act(x, activation, alphas)
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
         return lora.add_lora(y, x, table, batch)

@@ -1,4 +1,4 @@
-"""Row-wise operations: activations, softcap, RMS norm, and the embedding of a packed weight."""
+"""Row-wise operations: activations, softcap, norms, and the embedding of a packed weight."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ def activate_gate(gate, up, NAME: tl.constexpr):
 
 @triton.jit
 def _activate(x, NAME: tl.constexpr):
-    """float32 -> float32; NAME is "silu", "gelu" (by the error function) or "gelu_tanh"."""
+    """float32 -> float32; NAME is "silu", "gelu" (by the error function), "gelu_tanh" or "relu2"."""
     if NAME == "silu":
         return x * sigmoid(x)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+    elif NAME == "relu2":
+        above = tl.where(x < 0, 0.0, x)  # NaN stays
+        return above * above
     else:
         tl.static_assert(NAME == "gelu_tanh")
         # (1 + tanh z) / 2 is the sigmoid of 2z.
@@ -73,6 +76,31 @@ def _gated_act_kernel(
     up = tl.load(gate_up + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     result = activate_gate(gate, up, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, result, mask=inside)
+
+
+@triton.jit
+def _act_kernel(
+    x, out, stride, alpha, beta, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """alpha, beta: Ops.act's alphas."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "xielu":
+        result = tl.where(values > 0, alpha * values * values, beta * _exp_tail(values)) + 0.5 * values
+    else:
+        result = _activate(values, ACTIVATION)
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _exp_tail(x):
+    """e^x - 1 - x for x <= 0; near 0, where that would cancel, by its series."""
+    series = 1.0 / 5040.0 + x * (1.0 / 40320.0 + x * (1.0 / 362880.0))
+    series = 1.0 / 24.0 + x * (1.0 / 120.0 + x * (1.0 / 720.0 + x * series))
+    series = x * x * (0.5 + x * (1.0 / 6.0 + x * series))
+    return tl.where(x < -0.5, tl.exp(x) - 1.0 - x, series)
 
 
 @triton.jit
@@ -140,6 +168,17 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
         operands, options = (gate_up, out, gate_up.stride(0)), {"BLOCK": BLOCK, "enable_fp_fusion": False}
         grid = num_rows, triton.cdiv(width, BLOCK)
         _gated_act_kernel[grid](*operands, WIDTH=width, ACTIVATION=activation, **options)
+    return out
+
+
+def act(x: Tensor, activation: str, alphas: tuple[float, float]) -> Tensor:
+    """Ops.act"""
+    assert x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows, width = x.shape
+    if num_rows:
+        options = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": BLOCK, "enable_fp_fusion": False}
+        _act_kernel[num_rows, triton.cdiv(width, BLOCK)](x, out, x.stride(0), *alphas, **options)
     return out
 
 
@@ -222,28 +261,47 @@ def embed_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(
-    x, weight, out, num_rows, eps, outer, inner,
+def _norm_kernel(
+    x, weight, bias, out, num_rows, eps, outer, inner,
     ROWS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    CENTERS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is at r // ROWS_INSIDE * outer + r % ROWS_INSIDE * inner. PDL: see launches_dependents()."""
+    """RMS norm, or layer norm if it CENTERS. PDL: see launches_dependents().
+
+    Row r of x is at r // ROWS_INSIDE * outer + r % ROWS_INSIDE * inner.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     places = row // ROWS_INSIDE * outer + row % ROWS_INSIDE * inner
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    if HAS_BIAS:
+        shift = tl.load(bias + column, mask=column < WIDTH, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     values = tl.load(x + places[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if CENTERS:
+        values = tl.where(inside, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
     result = values * inverse[:, None] * scale[None, :]
+    if HAS_BIAS:
+        result += shift[None, :]
     tl.store(out + row[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Ops.rms_norm. Rows of a program depend on the width alone, so a row's order of summation does too."""
+    """Ops.rms_norm"""
+    return _norm(x, weight, None, eps, centers=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Ops.layer_norm"""
+    return _norm(x, weight, bias, eps, centers=True)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centers: bool) -> Tensor:
+    """Rows of a program depend on the width alone, so a row's order of summation does too."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.dim() > 3:
         x = x.reshape(x.shape[0], -1, x.shape[-1])
@@ -255,11 +313,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return out
     block = triton.next_power_of_2(width)
     rows = max(NORM_VALUES_PER_PROGRAM // block, 1)
-    operands = x, weight, out, num_rows, eps, x.stride(0), inner
+    operands = x, weight, weight if bias is None else bias, out, num_rows, eps, x.stride(0), inner
     pdl = launches_dependents(x.device)
-    shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block, "PDL": pdl}
+    shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block}
+    options = {"CENTERS": centers, "HAS_BIAS": bias is not None, "PDL": pdl}
     num_warps = min(max(rows * block // NORM_VALUES_PER_WARP, 1), NORM_MAX_WARPS)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        *operands, **shape, num_warps=num_warps, enable_fp_fusion=False, launch_pdl=pdl
+    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        *operands, **shape, **options, num_warps=num_warps, enable_fp_fusion=False, launch_pdl=pdl
     )
     return out

@@ -72,6 +72,9 @@ def operations(dtype: torch.dtype, width: int):
     return {
         "linear": lambda x: OPS.linear(x, packed),
         "rms_norm": lambda x: OPS.rms_norm(x, weight, 1e-6),
+        "layer_norm": lambda x: OPS.layer_norm(x, weight, weight, 1e-6),
+        "relu2": lambda x: OPS.act(x, "relu2"),
+        "xielu": lambda x: OPS.act(x, "xielu", (0.8, 0.6)),
         "head_norm": lambda x: OPS.rms_norm(x.view(x.shape[0], 2, -1), weight[: width // 2], 1e-6),
         "silu": lambda x: OPS.gated_act(x, "silu"),
         "gelu": lambda x: OPS.gated_act(x, "gelu"),
@@ -145,6 +148,9 @@ def test_operations_match_torch():
     x, weight = randn(5, 64), randn(64, seed=1)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
+    layer_norm = torch.nn.functional.layer_norm(x, (64,), weight, weight, 1e-6)
+    torch.testing.assert_close(OPS.layer_norm(x, weight, weight, 1e-6), layer_norm)
+    torch.testing.assert_close(OPS.act(x, "relu2"), x.relu() ** 2)
     matrix, bias = randn(24, 64, seed=2), randn(24, seed=3)
     torch.testing.assert_close(OPS.linear(x, pack(matrix, bias)), x @ matrix.T + bias)
     torch.testing.assert_close(OPS.gated_act(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise
-from foreword.kernels.triton.elementwise import gate, gated_act, rms_norm, scale_by_sigmoid, softcap
+from foreword.kernels.triton.elementwise import (
+    act,
+    gate,
+    gated_act,
+    layer_norm,
+    rms_norm,
+    scale_by_sigmoid,
+    softcap,
+)
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, argument_types, compile_all
@@ -23,7 +32,7 @@ def on_device() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gpt_oss"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gpt_oss", "relu2"])
 @pytest.mark.parametrize("width", [5, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_match_reference(activation: str, width: int, dtype: torch.dtype) -> None:
@@ -33,6 +42,20 @@ def test_activations_match_reference(activation: str, width: int, dtype: torch.d
         gated_act(x, activation), ReferenceOps().gated_act(x, activation), atol=rounding, rtol=rounding
     )
     assert gated_act(x[:0], activation).shape == (0, width)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "gelu_tanh", "xielu"])
+@pytest.mark.parametrize("width", [5, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_without_a_gate_match_reference(activation: str, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, width + 2) * torch.logspace(-3, 1, 3)[:, None]).to(dtype)[:, 1:-1]
+    rounding = 1e-5 if dtype == torch.float32 else 8e-3
+    result = act(x, activation, (0.8, 0.6))
+    expected = ReferenceOps().act(x, activation, (0.8, 0.6))
+    torch.testing.assert_close(result, expected, atol=rounding, rtol=rounding)
+    assert torch.equal(act(x[1:2], activation, (0.8, 0.6)), result[1:2])
+    assert act(x[:0], activation, (0.8, 0.6)).shape == (0, width)
+    assert act(torch.full_like(x, torch.nan), activation, (0.8, 0.6)).isnan().all()
 
 
 @pytest.mark.parametrize("width", [5, 1500])
@@ -105,6 +128,17 @@ def test_rms_norm_matches_reference(rows: int, inside: int | None, width: int, d
     )
 
 
+@pytest.mark.parametrize("width", [1, 40, 64, 300, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm_matches_reference(width: int, dtype: torch.dtype, has_bias: bool) -> None:
+    x = (torch.randn(5, 3, width) * 4 + 10).to(dtype)[:, 1:]
+    weight, bias = torch.randn(width), torch.randn(width) if has_bias else None
+    rounding = 2e-5 if dtype == torch.float32 else 1e-2
+    result, expected = (ops(x, weight, bias, 1e-5) for ops in (layer_norm, ReferenceOps().layer_norm))
+    torch.testing.assert_close(result, expected, atol=rounding, rtol=rounding)
+
+
 def test_heads_are_normalized_as_rows() -> None:
     x, weight = torch.randn(2, 3, 2, 16), torch.randn(16)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).view(-1, 16), rms_norm(x.view(-1, 16), weight, 1e-5))
@@ -114,10 +148,14 @@ def test_heads_are_normalized_as_rows() -> None:
 def test_rows_are_batch_invariant(width: int) -> None:
     x, weight = torch.randn(67, width) * torch.logspace(-3, 3, 67)[:, None], torch.randn(width)
     x[5] = torch.nan
-    together = rms_norm(x, weight, 1e-5)
-    for row in (0, 1, 4, 6, 41, 66):
-        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5), together[row : row + 1])
-    assert together[5].isnan().all() and together[[4, 6]].isfinite().all()
+    for norm in (
+        partial(rms_norm, weight=weight, eps=1e-5),
+        partial(layer_norm, weight=weight, bias=weight, eps=1e-5),
+    ):
+        together = norm(x)
+        for row in (0, 1, 4, 6, 41, 66):
+            assert torch.equal(norm(x[row : row + 1]), together[row : row + 1])
+        assert together[5].isnan().all() and together[[4, 6]].isfinite().all()
 
 
 def test_program_shape_depends_on_width_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,26 +169,28 @@ def test_program_shape_depends_on_width_alone(monkeypatch: pytest.MonkeyPatch) -
         def __call__(self, *_: object, **constants: int) -> None:
             shapes.add((constants["WIDTH"], constants["ROWS"], constants["BLOCK"], constants["num_warps"]))
 
-    monkeypatch.setattr(elementwise, "_rms_norm_kernel", Launched())
+    monkeypatch.setattr(elementwise, "_norm_kernel", Launched())
     for rows in (1, 2, 63, 1000):
         for width in (64, 128, 896, 4096):
             rms_norm(torch.empty(rows, width), torch.empty(width), 1e-5)
     assert shapes == {(64, 32, 64, 4), (128, 16, 128, 4), (896, 2, 1024, 4), (4096, 1, 4096, 8)}
 
 
-def test_rms_norm_compiles_without_spilling() -> None:
-    arguments = argument_types("x:*bf16 weight:*fp32 out:*bf16 num_rows:i32 eps:fp32 outer,inner:i32")
+@pytest.mark.parametrize("centers", [False, True])
+def test_norms_compile_without_spilling(centers: bool) -> None:
+    arguments = argument_types("x:*bf16 weight,bias:*fp32 out:*bf16 num_rows:i32 eps:fp32 outer,inner:i32")
     shapes = [(128, 16, 128, 4), (8192, 1, 8192, 16)]
     made = compile_all(
         [
             KernelSource(
-                "foreword.kernels.triton.elementwise:_rms_norm_kernel",
+                "foreword.kernels.triton.elementwise:_norm_kernel",
                 arguments,
-                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block, "PDL": capability == 90},
+                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block}
+                | {"CENTERS": centers, "HAS_BIAS": centers, "PDL": capability == 90},
                 capability,
                 num_warps=warps,
                 enable_fp_fusion=False,
-                divisible=("x", "weight", "out", "outer", "inner"),
+                divisible=("x", "weight", "bias", "out", "outer", "inner"),
             )
             for capability, (width, rows, block, warps) in zip((80, 90), shapes, strict=True)
         ]
@@ -159,6 +199,6 @@ def test_rms_norm_compiles_without_spilling() -> None:
     assert not any(each.count(r"fma\.rn\.f32|approx\.f(tz\.)?32.*sqrt") for each in made)
     without, dependent = made
     assert "griddepcontrol" not in without.ptx
-    # A thread has 16 values: float32 of the weight, which no kernel writes, then bfloat16 of x.
+    # A thread has 16 values: float32 of weight and bias, which no kernel writes, then bfloat16 of x.
     before, after = dependent.ptx.split("griddepcontrol.wait")
-    assert [part.count("ld.global.v4.b32") for part in (before, after)] == [4, 2]
+    assert [part.count("ld.global.v4.b32") for part in (before, after)] == [4 * (1 + centers), 2]

@@ -211,6 +211,7 @@ public:
             case Opcode::ADD: return add(c);
             case Opcode::INDEX_ROWS: return index_rows(c);
             case Opcode::RMS_NORM: return rms_norm(c);
+            case Opcode::LAYER_NORM: return layer_norm(c);
             case Opcode::ROPE: return rope(c);
             case Opcode::GATED_ACT: return gated_act(c);
             case Opcode::WRITE_KV: return write_kv(c);
@@ -260,6 +261,12 @@ private:
         cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
     }
 
+    // in: x; object: NormVectors; sizes: heads, width; numbers: eps
+    void layer_norm(const Instruction& c) {
+        const auto& [weight, bias] = *static_cast<const NormVectors*>(c.object);
+        cpu_.rows_.layer_norm(context_, {weight, bias, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
+    }
+
     // in: x, positions; object: RopeTable; sizes: heads, dim, rotary, positions of the table
     void rope(const Instruction& c) {
         const auto& [cos_sin, angle_axes] = *static_cast<const RopeTable*>(c.object);
@@ -267,10 +274,11 @@ private:
                                        c.sizes[2], count(c)});
     }
 
-    // in: x; sizes: width, activation
+    // in: x; sizes: width, activation, whether there is `up`; numbers: alphas
     void gated_act(const Instruction& c) {
         const auto activation = static_cast<Activation>(c.sizes[1]);
-        cpu_.rows_.gated_act(context_, {activation, c.type, rows(c.in[0]), rows(c.out), c.sizes[0], count(c)});
+        const bool has_up = c.sizes[2] != 0;
+        cpu_.rows_.gated_act(context_, {activation, c.type, rows(c.in[0]), rows(c.out), c.sizes[0], count(c), has_up, {c.numbers[0], c.numbers[1]}});
     }
 
     // in: k, v, slots; object: KV; sizes: slots of the cache

@@ -11,7 +11,7 @@ namespace foreword {
 
 enum class Opcode : int32_t {
     LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP, EXPERTS, SCALE_BY_SIGMOID,
-    GATHER_COLUMNS, ADD_LORA, GATE, CAUSAL_CONV, DELTA_RULE, SSM_SCAN
+    GATHER_COLUMNS, ADD_LORA, GATE, CAUSAL_CONV, DELTA_RULE, SSM_SCAN, LAYER_NORM
 };
 
 // The base of an address.
@@ -26,6 +26,12 @@ struct Operand {
     int64_t address;
     int64_t per_row;
     int64_t stride;
+};
+
+// Fields of LayerNormArgs.
+struct NormVectors {
+    const float* weight;
+    const float* bias;
 };
 
 // Fields of RopeArgs.

@@ -96,15 +96,29 @@ struct RmsNormArgs {
     int64_t heads, width, rows;
 };
 
-enum class Activation : int32_t { SILU, GELU, GELU_TANH, GPT_OSS };
+// y = (x - mean) / sqrt(variance + eps) * weight + bias, else as RmsNormArgs; bias float32 [width] or null.
+struct LayerNormArgs {
+    const float* weight;
+    const float* bias;
+    float eps;
+    Type type;
+    RowView x, y;
+    int64_t heads, width, rows;
+};
+
+enum class Activation : int32_t { SILU, GELU, GELU_TANH, GPT_OSS, RELU2, XIELU };
 
 // x [rows, 2 * width] -> y [rows, width] = activation(x[:, :width]) * x[:, width:], in float32, rounded once.
-// GPT_OSS: g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up within -7 and 7. y may be the gates.
+// GPT_OSS: g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up within -7 and 7. RELU2: max(g, 0)^2.
+// XIELU: g / 2 + alphas[0] g^2 for g > 0, else g / 2 + alphas[1] (e^g - 1 - g). y may be the gates.
+//   has_up  false: x is [rows, width], and there is no second factor
 struct GatedActArgs {
     Activation activation;
     Type type;
     RowView x, y;
     int64_t width, rows;
+    bool has_up = true;
+    float alphas[2] = {};
 };
 
 // y [rows, k] = rows `ids` of the weight, times scale, rounded once.
@@ -201,6 +215,7 @@ struct LoraExpandArgs {
 
 struct RowKernels {
     void (*rms_norm)(Context&, const RmsNormArgs&);
+    void (*layer_norm)(Context&, const LayerNormArgs&);
     void (*rope)(Context&, const RopeArgs&);
     void (*gated_act)(Context&, const GatedActArgs&);
     void (*gated_act_alone)(const GatedActArgs&);  // by the calling thread

@@ -12,7 +12,7 @@
 #include "lora/lora_products.inc"
 
 namespace foreword {
-const RowKernels ROWS_AVX512 = {rms_norm, rope, gated_act, gated_act_alone, embedding, add, softcap,
+const RowKernels ROWS_AVX512 = {rms_norm, layer_norm, rope, gated_act, gated_act_alone, embedding, add, softcap,
                                 scale_by_sigmoid, weighted_sum, write_kv,
                                 lora_shrink, lora_expand};
 }
