@@ -25,7 +25,7 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_related_drafter,
 )
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import NO_GGUF_FAMILIES, write_gguf
 from tests.support.lora_files import ATTENTION, LINEAR, STATES, write_adapter
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
@@ -65,14 +65,18 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
             shape |= {key: chance.choice(sizes)} if key in known else {}
         count = chance.choice((1, 2, 5, 16))
-        key = "num_local_experts" if "num_local_experts" in known else "num_experts"
-        shape |= {key: count, "num_experts_per_tok": chance.randint(1, count)}
-    return shape
+        key = next(key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in known)
+        top_k_key = "moe_topk" if "moe_topk" in known else "num_experts_per_tok"
+        shape |= {key: count, top_k_key: chance.randint(1, count)}
+        shape |= {"n_group": 1, "topk_group": 1} if "n_group" in known else {}
+    return {key: value for key, value in shape.items() if FAMILIES[family].get(key) is not ...}
 
 
 def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
     """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
-    family, kind = chance.choice(list(FAMILIES)), chance.choice(("plain", "quantized", "gguf"))
+    family = chance.choice(list(FAMILIES))
+    kinds = ("plain", "quantized", *(("gguf",) if family not in NO_GGUF_FAMILIES else ()))
+    kind = chance.choice(kinds)
     block = chance.choice(list(QUANT_BLOCKS))
     multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
     shape = random_shape(chance, family, multiple)

@@ -28,7 +28,7 @@ from foreword.embedding.encoder_layers import (
     encoder_linear,
     word_embeddings,
 )
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.weights.config_reader import ConfigReader, read_vocab_size
@@ -83,7 +83,7 @@ class Bert(TextEncoder):
         self._types: EmbeddingTable | None = None
         if config.num_types:
             self._types = EmbeddingTable(embeddings, "token_type_embeddings", config.num_types, hidden)
-        self._norm = LayerNorm(embeddings, "LayerNorm", hidden, config.eps)
+        self._norm = EncoderLayerNorm(embeddings, "LayerNorm", hidden, config.eps)
         prefix = self.layer_names.prefix
         self._layers = [self._build_layer(body.prefixed(f"{prefix}{i}.")) for i in range(config.num_layers)]
 
@@ -113,9 +113,9 @@ class Bert(TextEncoder):
         config, names, attention = self.config, self.layer_names, weights.prefixed(self.layer_names.attention)
         return PostNormLayer(
             EncoderAttention(self.ops, config, attention, names.qkv, names.out),
-            LayerNorm(weights, names.attention_norm, config.hidden_size, config.eps),
+            EncoderLayerNorm(weights, names.attention_norm, config.hidden_size, config.eps),
             EncoderFeedForward(self.ops, config, weights, names.up, names.down),
-            LayerNorm(weights, names.mlp_norm, config.hidden_size, config.eps),
+            EncoderLayerNorm(weights, names.mlp_norm, config.hidden_size, config.eps),
         )
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from foreword.embedding.encoder import EncoderConfig, VarlenBatch
 from foreword.kernels.ops import Ops
 from foreword.layers.linear import Embedding, Linear, load_linear
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 
 WEIGHT_FORMAT = "float32"
@@ -104,9 +104,9 @@ class PostNormLayer:
     def __init__(
         self,
         attention: EncoderAttention,
-        attention_norm: LayerNorm,
+        attention_norm: EncoderLayerNorm,
         mlp: EncoderFeedForward,
-        mlp_norm: LayerNorm,
+        mlp_norm: EncoderLayerNorm,
     ) -> None:
         self._attention = attention
         self._attention_norm = attention_norm

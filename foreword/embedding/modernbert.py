@@ -13,7 +13,7 @@ from foreword.embedding.encoder import EncoderConfig, RankerHead, TextEncoder, V
 from foreword.embedding.encoder_config import ignore_unused, read_activation, read_score_activation
 from foreword.embedding.encoder_layers import ACTIVATIONS, encoder_linear, word_embeddings
 from foreword.kernels.ops import Ops
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
@@ -98,9 +98,11 @@ class ModernBert(TextEncoder):
         }
         inner = body.prefixed("embeddings.")
         self._word_embeddings = word_embeddings(self.ops, inner, "tok_embeddings", config)
-        self._norm = LayerNorm(inner, "norm", config.hidden_size, config.eps, config.norm_bias)
+        self._norm = EncoderLayerNorm(inner, "norm", config.hidden_size, config.eps, config.norm_bias)
         self._layers = [ModernBertLayer(self.ops, config, body, index) for index in range(config.num_layers)]
-        self._final_norm = LayerNorm(body, "final_norm", config.hidden_size, config.eps, config.norm_bias)
+        self._final_norm = EncoderLayerNorm(
+            body, "final_norm", config.hidden_size, config.eps, config.norm_bias
+        )
 
     def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
         """A dense layer, a norm and a classifier of one class."""
@@ -123,12 +125,14 @@ class ModernBertLayer:
         self._heads = config.num_heads
         self._activation = config.activation
         self._half_window = config.half_window if config.layer_types[index] == SLIDING else None
-        self._attention_norm: LayerNorm | None = None
+        self._attention_norm: EncoderLayerNorm | None = None
         if index:
-            self._attention_norm = LayerNorm(weights, "attn_norm", hidden, config.eps, config.norm_bias)
+            self._attention_norm = EncoderLayerNorm(
+                weights, "attn_norm", hidden, config.eps, config.norm_bias
+            )
         self._qkv = encoder_linear(ops, weights, hidden, {"attn.Wqkv": 3 * hidden}, config.attention_bias)
         self._out = encoder_linear(ops, weights, hidden, {"attn.Wo": hidden}, config.attention_bias)
-        self._mlp_norm = LayerNorm(weights, "mlp_norm", hidden, config.eps, config.norm_bias)
+        self._mlp_norm = EncoderLayerNorm(weights, "mlp_norm", hidden, config.eps, config.norm_bias)
         inner = config.intermediate_size
         self._up = encoder_linear(ops, weights, hidden, {"mlp.Wi": 2 * inner}, config.mlp_bias)
         self._down = encoder_linear(ops, weights, inner, {"mlp.Wo": hidden}, config.mlp_bias)
@@ -162,7 +166,7 @@ class ModernBertHead:
         hidden = config.hidden_size
         self._dense = encoder_linear(ops, checkpoint, hidden, {"head.dense": hidden}, config.head_bias)
         self._activation = ACTIVATIONS[config.head_activation]
-        self._norm = LayerNorm(checkpoint, "head.norm", hidden, config.eps, config.norm_bias)
+        self._norm = EncoderLayerNorm(checkpoint, "head.norm", hidden, config.eps, config.norm_bias)
         self._out = encoder_linear(ops, checkpoint, hidden, {"classifier": 1})
 
     def __call__(self, vector: Tensor) -> Tensor:

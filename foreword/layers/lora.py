@@ -147,9 +147,11 @@ def deinterleave_heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def deinterleaved_order(num_rows: int, num_heads: int) -> Tensor:
-    """deinterleave_heads() as the order of the rows, int64 [N]."""
-    return deinterleave_heads(torch.arange(num_rows), num_heads)
+def deinterleaved_order(num_rows: int, num_heads: int, rotary_dim: int) -> Tensor:
+    """deinterleave_heads() of the first rows of each head as the order of all rows, int64 [N]."""
+    rotated, rest = torch.arange(num_rows).view(num_heads, -1).tensor_split([rotary_dim], 1)
+    halves = deinterleave_heads(rotated.reshape(-1), num_heads).view(num_heads, -1)
+    return torch.cat((halves, rest), 1).flatten()
 
 
 def split_order(group_sizes: Sequence[int], num_groups: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""The feed-forward layer: a gated MLP, or a mixture of experts."""
+"""The feed-forward layer: an MLP, gated or not, or a mixture of experts."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from foreword.kernels.ops import ExpertsConfig, Ops, PackedExperts
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, Ops, PackedExperts
 from foreword.layers.linear import Linear
 
 
@@ -19,6 +19,23 @@ class MLP:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H], plus `residual` [T, H]"""
         return self._down(self._gate_up.gated_act(x, self._activation), residual)
+
+
+class UngatedMLP:
+    """down(activation(up(x))); alphas as in Ops.act."""
+
+    def __init__(
+        self, ops: Ops, up: Linear, down: Linear, activation: str, alphas: tuple[float, float] = NO_ALPHAS
+    ) -> None:
+        self._ops = ops
+        self._up = up
+        self._down = down
+        self._activation = activation
+        self._alphas = alphas
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], plus `residual` [T, H]"""
+        return self._down(self._ops.act(self._up(x), self._activation, self._alphas), residual)
 
 
 class SharedExpert:

@@ -29,8 +29,34 @@ class RMSNorm:
         """[..., H] -> [..., H]"""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
+    def scaled(self, factor: float) -> RMSNorm:
+        """The norm whose results are `factor` times as large."""
+        return RMSNorm(self._ops, self._weight * factor, self._eps)
+
 
 class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight, bias float32 [H]."""
+
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._ops = ops
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def scaled(self, factor: float) -> LayerNorm:
+        """The norm whose results are `factor` times as large."""
+        bias = None if self._bias is None else self._bias * factor
+        return LayerNorm(self._ops, self._weight * factor, bias, self._eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+class EncoderLayerNorm:
     """torch's layer norm in float32: it reduces each row alone, so it is row-invariant."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float, bias: bool = True) -> None:

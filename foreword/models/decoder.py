@@ -14,12 +14,12 @@ from torch import Tensor
 from foreword.core.batch import Batch, ImageFeatures, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import AttentionMetadata, Ops
+from foreword.kernels.ops import NO_ALPHAS, AttentionMetadata, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
-from foreword.layers.mlp import MLP, MoE, SharedExpert
-from foreword.layers.norm import RMSNorm
+from foreword.layers.mlp import MLP, MoE, SharedExpert, UngatedMLP
+from foreword.layers.norm import LayerNorm, Norm, RMSNorm
 from foreword.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput, load_per_layer_embedding
 from foreword.layers.rope import Rope
 from foreword.layers.states import GatedDeltaNet, Mamba2, ShortConv
@@ -64,12 +64,14 @@ class LayerBuilder:
         """Whether the files have this tensor of the layer."""
         return self._weights.has(name)
 
-    def norm(self, name: str, suffix: str = ".weight", factor: float = 1.0) -> RMSNorm:
-        """`factor`: of the weight, whose name ends with `suffix`."""
+    def norm(self, name: str, suffix: str = ".weight", factor: float = 1.0) -> Norm:
+        """`factor`: of the weight of an RMS norm, whose name ends with `suffix`."""
+        if self._config.norm_type == "layer":
+            return build_norm(self.ops, self._config, self._weights, name)
         return self._norm(self._weights, name, self._config.hidden_size, suffix, factor)
 
-    def scalar(self, name: str) -> float:
-        return float(self._weights.tensor(name, 1).item())
+    def scalar(self, name: str, shape: tuple[int, ...] = (1,)) -> float:
+        return float(self._weights.tensor(name, *shape).item())
 
     @property
     def state_shape(self) -> StateShape | None:
@@ -93,8 +95,10 @@ class LayerBuilder:
         orders: dict[str, Tensor] = {}
         if config.interleaved_rope:
             assert fused is None and config.qk_norm is None
+            rotary_dim = config.layer_types[self._index].rope.rotary_dim
             orders = {
-                name: deinterleaved_order(heads * size, heads) for name, heads in self._qk_heads.items()
+                name: deinterleaved_order(heads * size, heads, rotary_dim)
+                for name, heads in self._qk_heads.items()
             }
         if config.attn_gate:
             orders["q_proj"] = split_order((size, size), config.num_heads)
@@ -269,6 +273,20 @@ class LayerBuilder:
         moe = self._config.moe
         return self._moe(moe) if moe is not None and moe.has_experts[self._index] else None
 
+    def ungated_mlp(
+        self,
+        name: str = "mlp",
+        up_name: str = "up_proj",
+        down_name: str = "down_proj",
+        alphas: tuple[float, float] = NO_ALPHAS,
+    ) -> UngatedMLP:
+        """alphas: see Ops.act"""
+        config, weights = self._config, self._weights.prefixed(f"{name}.")
+        hidden, size = config.hidden_size, config.intermediate_size
+        up = self._linear(name, weights, hidden, {up_name: size}, config.mlp_bias)
+        down = self._linear(name, weights, size, {down_name: hidden}, config.mlp_bias)
+        return UngatedMLP(self.ops, up, down, config.activation, alphas)
+
     def _moe(self, moe: MoEConfig) -> MoE:
         module = f"{moe.names.module}." if moe.names.module else ""
         router = self._router(f"{module}{moe.names.router}", moe.experts.num_experts, moe.bias)
@@ -285,6 +303,9 @@ class LayerBuilder:
             fused, down = None, "down_proj"
         mlp = self.mlp(names.shared, fused, down, moe.shared_intermediate_size)
         gate = None if names.shared_gate is None else self._router(names.shared_gate, 1)
+        if moe.halves_shared:  # sigmoid(0) is 1/2
+            zeros = torch.zeros(1, self._config.hidden_size, device=self._lora.device)
+            gate = Linear(self.ops, self.ops.pack_linear([zeros], "float32"), torch.float32)
         return SharedExpert(self.ops, mlp, gate)
 
     def _router(self, name: str, num_rows: int, bias: bool = False) -> Linear:
@@ -340,10 +361,20 @@ class LayerBuilder:
         return RMSNorm(self.ops, weight, self._config.eps, self._config.norm_offset)
 
 
+def build_norm(ops: Ops, config: DecoderConfig, weights: Weights, name: str) -> Norm:
+    """A norm of hidden states."""
+    weight = weights.tensor(f"{name}.weight", config.hidden_size) + config.norm_offset
+    if config.norm_type == "rms":
+        return RMSNorm(ops, weight, config.eps)
+    bias = weights.tensor(f"{name}.bias", config.hidden_size) if config.norm_bias else None
+    return LayerNorm(ops, weight, bias, config.eps)
+
+
 class Decoder(ABC):
     """A decoder-only model. A subclass per architecture reads the config and builds the layers."""
 
     NORM: ClassVar[str] = "norm"  # name of the last norm
+    EMBEDDING: ClassVar[str] = "embed_tokens"
 
     def __init__(
         self,
@@ -362,7 +393,7 @@ class Decoder(ABC):
         self.cache_shapes = config.cache_shapes
         body = weights.prefixed("model.")
         hidden, weight_format = config.hidden_size, precision.embedding_format
-        embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
+        embedding = load_linear(ops, body, weight_format, hidden, {self.EMBEDDING: self.vocab_size})
         scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
         self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
         self._per_layer: PerLayerEmbedding | None = None
@@ -379,12 +410,12 @@ class Decoder(ABC):
             layer_weights = body.prefixed(f"layers.{index}.")
             builder = LayerBuilder(ops, config, precision, index, layer_weights, self.lora)
             self._layers.append(self.build_layer(builder))
-        norm_weight = body.tensor(f"{self.NORM}.weight", hidden) + config.norm_offset
-        self._norm = RMSNorm(ops, norm_weight, config.eps)
-        self._head_norm = RMSNorm(ops, norm_weight * config.logit_scale, config.eps)
+        self._norm = build_norm(ops, config, body, self.NORM)
+        self._head_norm = self._norm.scaled(config.logit_scale)
         head = embedding
         if not config.tie_word_embeddings:
-            head = load_linear(ops, weights, weight_format, hidden, {"lm_head": self.vocab_size})
+            outputs = {"lm_head": self.vocab_size}
+            head = load_linear(ops, weights, weight_format, hidden, outputs, config.head_bias)
         self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)

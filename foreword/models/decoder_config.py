@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
@@ -75,6 +76,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: QKNorm | None = None
     interleaved_rope: bool = False  # RoPE turns pairs of neighbours, not the two halves of a head
+    norm_type: str = "rms"  # or "layer"; norms of q and k are RMS norms
+    norm_bias: bool = False  # layer norms have biases
     norm_offset: float = 0.0  # added to norm weights
     embedding_scale: float = (
         1.0  # scale of token embeddings, rounded to the activations' type (as Gemma was trained)
@@ -88,6 +91,8 @@ class DecoderConfig:
     double_wide_mlp: bool = False  # MLPs of layers that read K and V of earlier ones have twice the size
     per_layer_size: int = 0  # of per-layer embeddings; 0: none
     attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
+    head_bias: bool = False
+    num_mtp_layers: int = 0  # layers of an MTP head, after the others in the files: they are not loaded
     conv_bias: bool = False  # short convolutions and their projections have biases
     mamba: Mamba2Config | None = None
     row_scales: Mapping[str, RowScale] = field(default_factory=dict)  # of a layer's tensors: ScaledWeights
@@ -137,6 +142,7 @@ def read_decoder_config(
     qk_norm: QKNorm | None = None,
     eps: float = 1e-6,
     theta: float = 10000.0,
+    partial_rotary_factor: float = 1.0,
     eps_key: str = "rms_norm_eps",
     activation_key: str = "hidden_act",
     activation: str | None = None,
@@ -147,7 +153,7 @@ def read_decoder_config(
 
     windows      one per layer, if any layer has a sliding window; or else
     layer_types  one per layer, if they differ in RoPE too
-    head_dim, eps, theta, tie_word_embeddings  defaults
+    head_dim, eps, theta, partial_rotary_factor, tie_word_embeddings  defaults
     activation, intermediate_size  instead of those in the config
     """
     hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
@@ -160,7 +166,7 @@ def read_decoder_config(
         raise config.error("num_attention_heads", limit)
     positions = config.get_int("max_position_embeddings")
     if layer_types is None:
-        rope = read_rope(config, head_dim, positions, theta)
+        rope = read_rope(config, head_dim, positions, theta, partial_rotary_factor=partial_rotary_factor)
         layer_types = [LayerType(window, rope) for window in windows or (None,) * read_num_layers(config)]
     return DecoderConfig(
         architecture=architecture,
@@ -208,10 +214,10 @@ def read_moe_config(
     """
     num_layers = read_num_layers(config)
     key = next((key for key in EXPERT_COUNT_KEYS if key in config), EXPERT_COUNT_KEYS[0])
-    num_experts = config.get_int(key, high=MAX_EXPERTS // num_layers)
+    num_experts = config.get_uniform_int(key, num_layers, high=MAX_EXPERTS // num_layers)
     for other in EXPERT_COUNT_KEYS:
-        config.require_value(other, num_experts)
-    top_k = config.get_int(top_k_key)
+        config.require_value(other, config.get(key))
+    top_k = config.get_uniform_int(top_k_key, num_layers)
     if top_k > num_experts:
         raise config.error(top_k_key, f"must be at most `{key}`, {num_experts}, got {top_k}")
     for training_key in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):

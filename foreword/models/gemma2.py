@@ -1,15 +1,24 @@
-"""Gemma 2: norms before and after each branch, softcaps, a sliding window in every other layer."""
+"""Gemma 1, and 2: norms before and after each branch, softcaps, a sliding window in every other layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
+from foreword.layers.mlp import MLP, MoE
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
-from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_layer_windows, read_window
+from foreword.models.decoder_config import (
+    ACTIVATIONS,
+    DecoderConfig,
+    read_decoder_config,
+    read_layer_windows,
+    read_window,
+)
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 256
@@ -17,6 +26,12 @@ WINDOW = 4096
 SCORE_SOFTCAP = 50.0
 LOGIT_SOFTCAP = 30.0
 QUERY_PRE_ATTN_SCALAR = 256
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def apply_gemma_options(config: ConfigReader, base: DecoderConfig) -> DecoderConfig:
@@ -30,17 +45,41 @@ def apply_gemma_options(config: ConfigReader, base: DecoderConfig) -> DecoderCon
     )
 
 
+class Gemma(Llama):
+    """Gemma 1: Llama's layers with an offset of norm weights and a scaled embedding."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `gemma`"""
+        bias = config.get_bool("attention_bias", False)
+        config.require_value("use_bidirectional_attention", False)
+        config.require_value("hidden_activation", "gelu_pytorch_tanh")
+        base = read_decoder_config(
+            config,
+            "gemma",
+            head_dim=HEAD_DIM,
+            qkv_bias=bias,
+            out_bias=bias,
+            # "gelu" in older files means its tanh form
+            activation=config.get_choice("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"}, "gelu"),
+            tie_word_embeddings=True,
+        )
+        return replace(base, norm_offset=1.0, embedding_scale=base.hidden_size**0.5)
+
+
 class Gemma2Layer:
     """Each branch: norm, attention or MLP, norm, residual."""
 
-    def __init__(self, builder: LayerBuilder) -> None:
+    def __init__(
+        self, builder: LayerBuilder, norms: Sequence[str] = NORMS, mlp: MLP | MoE | None = None
+    ) -> None:
+        """norms  names, in order; mlp  instead of the MLP under Llama's names"""
         self._add = builder.ops.add
-        self._input_norm = builder.norm("input_layernorm")
         self._attention = builder.attention("self_attn")
-        self._post_attention_norm = builder.norm("post_attention_layernorm")
-        self._pre_mlp_norm = builder.norm("pre_feedforward_layernorm")
-        self._mlp = builder.mlp("mlp")
-        self._post_mlp_norm = builder.norm("post_feedforward_layernorm")
+        self._mlp = mlp or builder.mlp("mlp")
+        input_norm, post_attention_norm, pre_mlp_norm, post_mlp_norm = map(builder.norm, norms)
+        self._input_norm, self._post_attention_norm = input_norm, post_attention_norm
+        self._pre_mlp_norm, self._post_mlp_norm = pre_mlp_norm, post_mlp_norm
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from foreword.layers.attention import ForwardContext
-from foreword.layers.mlp import MLP, MoE
+from foreword.layers.mlp import MLP, MoE, UngatedMLP
 from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config
 from foreword.weights.config_reader import ConfigReader
@@ -24,7 +24,7 @@ class LlamaLayer:
         self,
         builder: LayerBuilder,
         mixer: Mixer | None = None,
-        mlp: MLP | MoE | None = None,
+        mlp: MLP | MoE | UngatedMLP | None = None,
         norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     ) -> None:
         """mixer, mlp  instead of attention and of the feed-forward layer under Llama's names"""

@@ -65,7 +65,7 @@ TEXT_KEYS = (
     *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id"),
 )
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
-MULTIPART_FAMILIES = ("qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+MULTIPART_FAMILIES = ("exaone_moe", "mellum", "qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
 MTP_HEAD = "the MTP head, which drafts,"
 UNUSED_PARTS = MappingProxyType(
     {
@@ -79,7 +79,10 @@ UNUSED_PARTS = MappingProxyType(
         "model.embed_audio.": "the audio encoder",
     }
 )
-EMBEDDING_TENSOR = "model.embed_tokens.weight"  # missing in checkpoints that were saved without a head
+EMBEDDING_TENSORS = {
+    "model.embed_tokens.weight",
+    "model.word_embeddings.weight",
+}  # missing in checkpoints that were saved without a head
 INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
 
 
@@ -247,7 +250,7 @@ def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -
         return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
     if spec.name in TEXT_MODELS:
         return MultipartWeights(weights, names, TEXT_PREFIXES)
-    return weights if EMBEDDING_TENSOR in names else HeadlessWeights(weights)
+    return HeadlessWeights(weights) if EMBEDDING_TENSORS.isdisjoint(names) else weights
 
 
 def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> set[str]:
@@ -259,21 +262,29 @@ def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) 
     if spec.vision is not None:
         prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
         ignored |= {name for name in names if name.startswith(prefixes)}
-    if spec.name in MULTIPART_FAMILIES:
-        ignored |= {name for name in names if name.startswith(tuple(UNUSED_PARTS))}
-    return ignored
+    return ignored | {name for name in names if name.startswith(tuple(_unused_parts(spec)))}
+
+
+def _unused_parts(spec: _ModelSpec) -> dict[str, str]:
+    """What the files may hold beside the text, in words, by the prefixes of its tensors."""
+    parts = dict(UNUSED_PARTS) if spec.name in MULTIPART_FAMILIES else {}
+    num_layers = len(spec.config.layer_types)
+    for layer in range(num_layers, num_layers + spec.config.num_mtp_layers):
+        parts[f"model.layers.{layer}."] = MTP_HEAD
+    return parts
 
 
 def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
     """What the files hold beside the text, in words; () if there are no files."""
-    if spec.name not in MULTIPART_FAMILIES:
+    prefixes = _unused_parts(spec)
+    if not prefixes:
         return ()
     try:
         files = SafetensorsWeights(path)
     except CheckpointError:  # loading says so, unless it is of random weights
         return ()
     parts: dict[str, int] = {}
-    for prefix, part in UNUSED_PARTS.items():
+    for prefix, part in prefixes.items():
         parts[part] = parts.get(part, 0) + files.count_values(prefix)
     return _describe_parts(parts)
 

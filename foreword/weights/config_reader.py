@@ -129,6 +129,13 @@ class ConfigReader:
         is_null = key not in self and not self._uses_default(key, default)
         return self.get(key, None) if is_null else self.get_int(key, default, low)
 
+    def get_uniform_int(self, key: str, length: int, default: Any = MISSING, high: int = MAX_INT) -> int:
+        """A whole number of at least 1, or a list of `length` equal ones."""
+        value = self.get(key, default)
+        if isinstance(value, list) and len(value) == length and len(set(map(repr, value))) == 1:
+            value = value[0]
+        return ConfigReader({key: value}, self.source).get_int(key, high=high)
+
     def get_float(self, key: str, default: Any = MISSING) -> float:
         """A positive number."""
         value = self.get(key, default)

@@ -12,8 +12,9 @@ RECURRENT = "it needs Mamba, RWKV or other recurrent layers"
 ALTUP = "it needs Gemma 3n's AltUp; gemma4, gemma3_text and gemma2 run"
 HEADS = "it needs trained heads for drafting"
 VISION = "it needs another vision encoder; llava, llava_next, qwen2_vl, qwen2_5_vl and qwen3_vl run"
-LAYERS = "it needs LayerNorm or learned positions in a decoder"
-PARALLEL = "it needs attention and MLP side by side in a layer"
+POSITIONS = "it needs learned positions or ALiBi"
+FUSED = "it needs q, k and v of each head in one tensor"
+INDEXER = "it needs a sparse indexer"
 PAIR = "it needs an encoder and a decoder; models with a decoder alone run"
 
 # What families need, by the start of model_type or GGUF architecture without - _ and .; first match
@@ -34,23 +35,35 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         "falconh1": None,  # it runs, and is not Falcon
         **dict.fromkeys(("falconmamba", "jamba", "kimilinear"), RECURRENT),
         "lfm3": f"{RECURRENT}; lfm2 runs",
-        **dict.fromkeys(("mamba", "minimax", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
+        **dict.fromkeys(("mamba", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
         **dict.fromkeys(("rwkv", "zamba"), RECURRENT),
         **dict.fromkeys(("eagle", "medusa", "mlpspeculator", "speculator"), HEADS),
         **dict.fromkeys(("bart", "mbart", "pegasus", "t5", "mt5", "whisper"), PAIR),
-        **dict.fromkeys(("bloom", "gpt2", "gptbigcode", "gptneo", "mpt", "nemotron", "opt"), LAYERS),
-        **dict.fromkeys(("stablelm", "starcoder2"), LAYERS),
-        **dict.fromkeys(("cohere", "commandr", "falcon", "gptj", "gptneox", "phi2"), PARALLEL),
+        **dict.fromkeys(("bloom", "gpt2", "gptbigcode", "gptneo", "mpt", "opt"), POSITIONS),
+        **dict.fromkeys(("falcon", "gptneox"), FUSED),
+        "gptj": "it needs GPT-J's names of tensors",
+        "phi2": "phi runs as a checkpoint",
+        "cohere2vision": f"{VISION}; cohere2 runs",
+        "afmoe": "it needs a gate of attention with a projection of its own",
+        "bailinghybrid": f"{RECURRENT}; bailing_moe runs",
+        "ernie45moe": "it needs experts chosen by a softmax plus a bias; ernie4_5 runs",
+        **dict.fromkeys(("glm5next", "glmmoedsa", "deepseekv32", "deepseekv4"), INDEXER),
+        "granitemoeswa": "granite_swa and granitemoeshared run",
+        "hyv": "it needs Hunyuan's later layers; hunyuan_v1_dense and hunyuan_v1_moe run",
+        "internlm": "it needs InternLM's names of tensors",
+        "laguna": "it needs a number of heads for each layer",
+        "mimov2": "it needs head sizes of values that differ from those of keys",
+        "phimoe": "it needs SparseMixer's choice of experts; phi3 runs",
     }
 )
 # By the whole model_type of config.json; GGUF files of these families may run
 CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "gemma": "gemma2 and gemma3_text run",
+        "exaone": "it needs EXAONE 3's names of tensors; exaone4 runs",
+        "minimax": f"{RECURRENT}; minimax_m2 runs",
         "gemma3": "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file",
         "mistral3": "its text alone runs, as a checkpoint of model_type mistral or a GGUF file",
         "olmo": "olmo2 and olmo3 run",
-        "phi": f"{PARALLEL}; phi3 runs",
         **dict.fromkeys(
             ("bert", "camembert", "distilbert", "modernbert", "mpnet", "roberta", "xlm-roberta"),
             "it is an encoder, which embeds or ranks beside a model: foreword serve --embedding-model PATH",

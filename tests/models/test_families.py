@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.reference.backend import ReferenceOps
@@ -20,6 +22,7 @@ from tests.support.checkpoints import (
     MOE_FAMILIES,
     VOCAB_SIZE,
     write_checkpoint,
+    write_config,
 )
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.forward_helpers import ForwardHelper
@@ -41,8 +44,9 @@ ODD = {
     "intermediate_size": 100,
 }
 
+SEEDS = {"apertus": 6, "glm4_moe": 1, "nemotron": 3}  # greedy tokens do not loop
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {"seed": SEEDS[family]} if family in SEEDS else {}) for family in FAMILIES},
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-odd-shape": ("llama", {**ODD, "hidden_size": 72}),
@@ -304,6 +308,82 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-5-one-group": ("qwen3_5_text", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}),
     "qwen3-next-dense-layers": ("qwen3_next", {"mlp_only_layers": [0], "norm_topk_prob": False}),
+    "apertus-biases": ("apertus", {"attention_bias": True, "seed": 6}),
+    "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cohere-biases": ("cohere", {"attention_bias": True}),
+    "cohere2-hub": (  # the keys of the published files
+        "cohere2",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window_pattern": ...,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": False,
+            "use_qk_norm": False,
+        },
+    ),
+    "cohere2-moe-sum": (
+        "cohere2_moe",
+        {
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "softmax",
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": ...,
+            "prefix_dense_intermediate_size": ...,
+        },
+    ),
+    "cohere2-moe-not-shared": ("cohere2_moe", {"num_shared_experts": 0, "norm_topk_prob": False}),
+    "dots1-two-shared": ("dots1", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
+    "exaone-moe-hub": (
+        "exaone_moe",
+        {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+    "glm-whole-heads": ("glm", {"partial_rotary_factor": 1.0, "attention_bias": False}),
+    "glm4-moe-plain": (
+        "glm4_moe",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "granite-swa-plain": ("granite_swa", {"layer_types": ..., "layer_rope_theta": None}),
+    "hunyuan-moe-numbers": ("hunyuan_v1_moe", {"moe_topk": 2, "num_experts": 5, "rope_scaling": ...}),
+    "minimax-m2-hub": (
+        "minimax_m2",
+        {
+            "attn_type_list": [1, 1],
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "shared_intermediate_size": 0,
+            "use_mtp": True,
+            "num_mtp_modules": 3,
+            "mtp_transformer_layers": 1,
+        },
+    ),
+    "nemotron-biases": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 0.25, "seed": 8},
+    ),
+    "phi-partial": ("phi", {"partial_rotary_factor": 0.25}),
+    "seed-oss-biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "attention_bias": False}),
+    "stablelm-no-biases": ("stablelm", {"use_qkv_bias": False, "partial_rotary_factor": 0.5}),
+    "starcoder2-no-window": ("starcoder2", {"sliding_window": None, "use_bias": False}),
     "granitemoeshared-not-shared": ("granitemoeshared", {"shared_intermediate_size": 0}),
 }
 
@@ -333,18 +413,24 @@ def tolerance_of(family: str) -> float:
     return 5e-3 if family in DELTA_NET_FAMILIES else 1e-4
 
 
+UNKNOWN_TO_TRANSFORMERS = ("bailing_moe", "bailing_moe_v2")
+# Buffers that checkpoints hold
+STORED_BUFFERS = ("expert_bias", "e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
+
+
 def test_every_architecture_has_a_case():
     assert {family for family, _ in CASES.values()} == set(ARCHITECTURES) == set(FAMILIES)
+    assert not set(UNKNOWN_TO_TRANSFORMERS) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in UNKNOWN_TO_TRANSFORMERS])
 def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path, prompt: list[int]):
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
     theirs, ours = peer(path), ForwardHelper(path)
-    stored = [item for name, item in theirs.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))]
+    buffers = [item for name, item in theirs.named_buffers() if name.endswith(STORED_BUFFERS)]
     assert (
-        sum(item.numel() for item in (*theirs.parameters(), *stored))
+        sum(item.numel() for item in (*theirs.parameters(), *buffers))
         == ours.model.info.parameters
         == read_model_info(path).parameters
     )
@@ -423,6 +509,57 @@ def test_native_kernels_at_low_precision(
     logits, expected = ours.logits(prompt), ForwardHelper(path, **options).logits(prompt)
     assert (logits - expected).norm() < 0.1 * expected.norm()
     check_chunks(ours, prompt)
+
+
+# Names of tensors in a checkpoint of bailing_moe_v2, and in one of glm4_moe or granitemoeshared
+BAILING_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+    "block_sparse_moe.router.layer": "mlp.gate",
+    "block_sparse_moe.input_linear": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear": "mlp.experts.down_proj",
+    "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+}
+
+
+@pytest.mark.parametrize("family", ["bailing_moe", "bailing_moe_v2"])
+def test_ling_equals_a_known_family_under_other_names(family: str, tmp_path: Path, prompt: list[int]):
+    """The second generation is GLM-4.5 with fused q, k and v, the first Granite's without multipliers."""
+    if family == "bailing_moe_v2":
+        source = write_checkpoint(tmp_path / "source", "glm4_moe", attention_bias=False)
+        write_config(tmp_path / "ling", family)
+    else:
+        plain = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+        plain |= {"attention_multiplier": 0.25, "intermediate_size": 48, "shared_intermediate_size": 96}
+        source = write_checkpoint(tmp_path / "source", "granitemoeshared", **plain)
+        write_config(tmp_path / "ling", family)
+    tensors = load_file(source / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            continue
+        if name.endswith("q_proj.weight"):
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            stored[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for half, part in zip(value.chunk(2), ("gate_proj", "up_proj"), strict=True):
+                stored[name.replace("shared_mlp.input_linear", f"mlp.shared_experts.{part}")] = half.clone()
+        else:
+            for old, new in BAILING_NAMES.items():
+                name = name.replace(old, new)
+            stored[name.removesuffix(".weight") if ".experts.gate_up" in name else name] = value
+    stored = {
+        name.removesuffix(".weight")
+        if name.endswith("experts.down_proj.weight") and value.ndim == 3
+        else name: value
+        for name, value in stored.items()
+    }
+    save_file(stored, tmp_path / "ling" / "model.safetensors")
+    expected, actual = ForwardHelper(source).logits(prompt), ForwardHelper(tmp_path / "ling").logits(prompt)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 def check_chunks(ours: ForwardHelper, prompt: list[int]) -> None:

@@ -176,6 +176,42 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval"),
     ("qwen3_next", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
     ("qwen3_5_moe_text", {"linear_attention_bias": True}, "linear_attention_bias"),
+    ("apertus", {"hidden_act": "silu"}, "hidden_act"),
+    ("apertus", {"rope_parameters": ...}, "rope_scaling"),
+    ("arcee", {"mlp_bias": 1}, "mlp_bias"),
+    ("bailing_moe", {"use_qk_norm": True}, "use_qk_norm"),
+    ("bailing_moe", {"norm_head": True}, "norm_head"),
+    ("bailing_moe_v2", {"score_function": "softmax"}, "score_function"),
+    ("bailing_moe_v2", {"moe_shared_expert_intermediate_size": 96}, "moe_shared_expert_intermediate_size"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+    ("cohere", {"logit_scale": 0.0}, "logit_scale"),
+    ("cohere2", {"use_parallel_block": False}, "use_parallel_block"),
+    ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("cohere2_moe", {"expert_selection_fn": "tanh"}, "expert_selection_fn"),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "concat"}, "shared_expert_combination_strategy"),
+    ("cohere2_moe", {"mlp_layer_types": ["dense", "sparse", "both"]}, "mlp_layer_types"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func"),
+    ("exaone_moe", {"n_group": 3}, "n_group"),
+    ("gemma", {"hidden_activation": "silu"}, "hidden_activation"),
+    ("glm", {"rope_scaling": {"type": "novel"}}, "type"),
+    ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
+    ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+    ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 3}, "topk_group"),
+    ("granite_swa", {"layer_rope_theta": [10000.0, 0]}, "layer_rope_theta"),
+    ("granite_swa", {"layer_rope_theta": [10000.0, 0.5, True]}, "layer_rope_theta"),
+    ("hunyuan_v1_moe", {"moe_topk": [3, 2]}, "moe_topk"),
+    ("hunyuan_v1_moe", {"moe_intermediate_size": [48, 96]}, "moe_intermediate_size"),
+    ("hunyuan_v1_moe", {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe"),
+    ("mellum", {"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+    ("minimax_m2", {"rotary_dim": 17}, "rotary_dim"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    ("nemotron", {"hidden_act": "quick_gelu"}, "hidden_act"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias"),
+    ("solar_open", {"use_qk_norm": True}, "use_qk_norm"),
+    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
+    ("starcoder2", {"mlp_type": "gated"}, "mlp_type"),
 ]
 
 
@@ -211,6 +247,37 @@ def test_missing_and_wrong_tensors_of_states_are_named(family: str, name: str, t
             open_(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [("glm4_moe", "model.layers.2."), ("mellum", "mtp.layers.0."), ("exaone_moe", "mtp.")],
+)
+def test_mtp_heads_are_named_and_left_out(family: str, prefix: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path, family, num_nextn_predict_layers=1)
+    expected = ForwardHelper(path).logits([1, 2, 3])
+    assert read_model_info(path).unused_parts == ()
+    change_tensors(
+        path, **{f"{prefix}{name}.weight": torch.ones(64, 128) for name in ("eh_proj", "mlp.up_proj")}
+    )
+    size = 2 * 64 * 128 / 1e6
+    assert read_model_info(path).unused_parts == (
+        f"the MTP head, which drafts, is not used yet ({size:.1f} M values)",
+    )
+    check_weights(path)
+    assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), expected)
+    other = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    change_tensors(path, **other)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.3\.eh_proj"):
+        load(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.25), ("beta", float("nan"))])
+def test_xielu_of_another_beta_is_refused(name: str, value: float, tmp_path: Path):
+    path = write_checkpoint(tmp_path, "apertus")
+    change_tensors(path, **{f"model.layers.1.mlp.act_fn.{name}": torch.tensor(value)})
+    with pytest.raises(CheckpointError, match=r"`mlp\.act_fn\.beta` must be 0\.5 here"):
+        load(path)
+
+
 def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
     extra = {
         "transformers_version": "4.40.0",
@@ -231,7 +298,7 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         ("{}", "`model_type`"),
         (None, "no config.json"),
         ('{"model_type": ["llama"]}', r"model_type \['llama'\] is not supported"),
-        ('{"model_type": "novel"}', "'novel' is not supported; known: ernie4_5, .*llama"),
+        ('{"model_type": "novel"}', "'novel' is not supported; known: apertus, .*llama"),
         ('{"model_type": "deepseek_v3"}', r"not supported \(it needs multi-head latent attention"),
         ('{"model_type": "qwen3_5_moe"}', "`text_config` is missing"),
         ('{"model_type": "mamba2"}', r"not supported \(it needs Mamba, RWKV or other recurrent layers"),

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from tests.support import gemma4_checkpoints as gemma4
-
-Shapes = dict[str, tuple[int, ...]]
+from tests.support.layouts import LAYOUT_OPTIONS, LAYOUTS, Shapes, layout_shapes
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "i n", "th e", "Ġ the", "a n", "e r", "o n", "Ġ a", "in g", "Ġ t")
@@ -212,8 +211,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": DELTA_NET_EXPERTS,
     "qwen3_5_moe_text": DELTA_NET_EXPERTS,
+    **LAYOUT_OPTIONS,
 }
-MOE_FAMILIES = tuple(family for family, options in FAMILIES.items() if "num_experts_per_tok" in options)
+MOE_FAMILIES = tuple(
+    family for family, options in FAMILIES.items() if {"num_experts_per_tok", "moe_topk"} & options.keys()
+)
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -246,6 +248,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    **{family: layout.architecture for family, layout in LAYOUTS.items()},
 }
 LFM2_FAMILIES = ("lfm2", "lfm2_moe")
 DELTA_NET_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
@@ -370,6 +373,10 @@ def replace_by_mxfp4(tensors: dict[str, Tensor]) -> list[str]:
 
 def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh a tied embedding, or every token would repeat itself."""
+    constants = {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}
+    for ending, constant in constants.items():
+        if name.endswith(ending):
+            return torch.full_like(value, constant)
     if name.endswith("norm.weight"):
         return 0.2 * value + _norm_center(name, config["model_type"])
     if name.endswith("A_log"):
@@ -386,7 +393,9 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 def _norm_center(name: str, family: str) -> float:
-    if family in DELTA_NET_FAMILIES and "linear_attn" not in name:
+    if family in ("gemma", "starcoder2"):
+        return 3.0  # the layers outweigh the tied embedding
+    if family == "nemotron" or (family in DELTA_NET_FAMILIES and "linear_attn" not in name):
         return 0.0
     if not family.startswith("gemma"):
         is_branch_end = family in POST_NORM_FAMILIES and "post_" in name
@@ -408,6 +417,8 @@ def norm_shapes(name: str, size: int) -> Shapes:
 
 def shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
+    if config["model_type"] in LAYOUTS:
+        return layout_shapes(LAYOUTS[config["model_type"]], config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     family = config["model_type"]
     last_norm = {"falcon_h1": "final_layernorm", **dict.fromkeys(LFM2_FAMILIES, "embedding_norm")}.get(

@@ -106,6 +106,8 @@ def test_act_order_keeps_groups_and_reorders_inputs(source: Path, tmp_path: Path
         *itertools.product(
             ("phi3", "ernie4_5", "qwen3_moe"), ("awq", "gptq-act-order", "pack-quantized", "fp8-block")
         ),
+        *(("glm4", "awq"), ("glm4_moe", "fp8-block"), ("minimax_m2", "fp8-block")),
+        *(("cohere2", "pack-quantized"), ("nemotron", "gptq-act-order"), ("seed_oss", "gptq")),
     ],
 )
 def test_logits_equal_the_dequantized_checkpoint_in_transformers(

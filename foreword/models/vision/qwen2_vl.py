@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from foreword.kernels.ops import Ops
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
@@ -33,7 +33,7 @@ class Qwen2VLTower(QwenTower):
         return self.build_layer_norm_block(weights, "fc1", "fc2")
 
     def build_merger(self, weights: Weights) -> PatchMerger:
-        norm = LayerNorm(weights, "ln_q", self.config.hidden_size, self.EPS)
+        norm = EncoderLayerNorm(weights, "ln_q", self.config.hidden_size, self.EPS)
         return PatchMerger(self.config, norm, self.build_merger_mlp(weights, "mlp.0", "mlp.2"))
 
 

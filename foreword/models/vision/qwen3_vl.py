@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision, VisionEncoder
@@ -82,7 +82,7 @@ class Qwen3VLTower(QwenTower):
 
     def _load_merger(self, weights: Weights, norm_by_patch: bool) -> PatchMerger:
         config = self.config
-        norm = LayerNorm(
+        norm = EncoderLayerNorm(
             weights, "norm", config.hidden_size if norm_by_patch else config.merged_size, self.EPS
         )
         mlp = self.build_merger_mlp(weights, "linear_fc1", "linear_fc2")

@@ -18,7 +18,7 @@ from torch import Tensor
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.linear import Linear
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.interfaces import Precision
@@ -273,10 +273,13 @@ class QwenTower(ABC):
         return []
 
     def build_layer_norm_block(self, weights: Weights, up_name: str, down_name: str) -> VisionBlock:
-        """Block of Qwen2-VL and Qwen3-VL: LayerNorm, and an MLP without a gate."""
+        """Block of Qwen2-VL and Qwen3-VL: EncoderLayerNorm, and an MLP without a gate."""
         config = self.config
         hidden, size = config.hidden_size, config.intermediate_size
-        norms = LayerNorm(weights, "norm1", hidden, self.EPS), LayerNorm(weights, "norm2", hidden, self.EPS)
+        norms = (
+            EncoderLayerNorm(weights, "norm1", hidden, self.EPS),
+            EncoderLayerNorm(weights, "norm2", hidden, self.EPS),
+        )
         layers = {up_name: size, down_name: hidden}
         mlp_weights = weights.prefixed("mlp.")
         mlp = VisionMLP(self.ops, mlp_weights, self.weight_format, hidden, layers, config.activation)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
-from foreword.layers.norm import LayerNorm
+from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.models.vision.vision_layers import (
@@ -96,12 +96,12 @@ class ViTLayer:
         attention, mlp = weights.prefixed("self_attn."), weights.prefixed("mlp.")
         self._ops = ops
         self._heads = config.num_heads
-        self._attention_norm = LayerNorm(weights, "layer_norm1", hidden, config.eps)
+        self._attention_norm = EncoderLayerNorm(weights, "layer_norm1", hidden, config.eps)
         self._qkv = build_linear(
             ops, attention, weight_format, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
         )
         self._out = build_linear(ops, attention, weight_format, hidden, {"out_proj": hidden})
-        self._mlp_norm = LayerNorm(weights, "layer_norm2", hidden, config.eps)
+        self._mlp_norm = EncoderLayerNorm(weights, "layer_norm2", hidden, config.eps)
         layers = {"fc1": size, "fc2": hidden}
         self._mlp = VisionMLP(ops, mlp, weight_format, hidden, layers, config.activation)
 
@@ -190,7 +190,7 @@ class CLIP(VisionTransformer):
         """Load the class token and the norm, whose name is misspelt in every checkpoint."""
         config = self.config
         self._class_embedding = embeddings.tensor("class_embedding", config.hidden_size).to(self._dtype)
-        self._norm = LayerNorm(weights, "pre_layrnorm", config.hidden_size, config.eps)
+        self._norm = EncoderLayerNorm(weights, "pre_layrnorm", config.hidden_size, config.eps)
 
     def embed(self, patches: Tensor) -> Tensor:
         """[side * side, H] -> [1 + side * side, H]"""
