@@ -28,8 +28,9 @@ from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.model_loader import VISION_MODELS
+from foreword.models.model_loader import TEXT_MODELS, VISION_MODELS
 from foreword.server.app import ROUTERS
+from foreword.weights.unsupported_families import describe_checkpoint
 from tests.support.waiting import WAIT_S
 from tests.test_layering import ALLOWED
 
@@ -208,6 +209,22 @@ def test_every_family_is_documented() -> None:
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "multimodal `model_type`")} == set(
         VISION_MODELS
     )
+
+
+def test_most_downloaded_models_are_what_the_code_says() -> None:
+    """Whether each runs, or the words of the refusal."""
+    rows = [(cells[1].strip("`"), cells[2]) for cells in table(DOCS / "models.md", "most downloaded")]
+    assert len(rows) >= 50
+    for model_type, status in rows:
+        reason = describe_checkpoint(model_type).removeprefix(" (").removesuffix(")")
+        expected = f"refused: {reason}" if reason else "unknown, refused without a reason"
+        if model_type in ARCHITECTURES:
+            expected = "runs"
+        elif model_type in VISION_MODELS:
+            expected = "runs, with pictures"
+        elif model_type in TEXT_MODELS:
+            expected = "runs as text"
+        assert status == expected, model_type
 
 
 def test_sampling_parameters_are_documented_with_their_defaults() -> None:

@@ -174,6 +174,8 @@ PUNCTUATION_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
 CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}|{SPACES}"
+BAILING = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|\s*[\r\n]|\s+(?!\S)|\s+"  # line ends one by one
+SEED_CODER = rf"{CONTRACTIONS}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"
 QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|{SPACES}"
 QWEN_WITH_MARKS = (
     rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
@@ -211,7 +213,17 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
         "smollm": DIGITS_FIRST,
         "starcoder": DIGITS_FIRST,
         "refact": DIGITS_FIRST,
+        "command-r": DIGITS_FIRST,
         "dbrx": PreTokenizerConfig((CL100K,)),
+        "glm4": PreTokenizerConfig((CL100K,)),
+        "chatglm-bpe": PreTokenizerConfig((CL100K,)),
+        "minimax-m2": PreTokenizerConfig((O200K,)),
+        "stablelm2": PreTokenizerConfig((QWEN,)),
+        "hunyuan": PreTokenizerConfig((QWEN,)),
+        "solar-open": PreTokenizerConfig((QWEN,)),
+        "bailingmoe": PreTokenizerConfig((BAILING,)),
+        "bailingmoe2": PreTokenizerConfig((BAILING,)),
+        "seed-coder": PreTokenizerConfig((SEED_CODER,)),
         "gpt-4o": PreTokenizerConfig((O200K,)),
         "tekken": PreTokenizerConfig((TEKKEN,), ignore_merges=True, add_bos=True),
         "deepseek-v3": PreTokenizerConfig(DEEPSEEK_V3),

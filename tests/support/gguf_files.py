@@ -22,9 +22,15 @@ from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
 from tests.support import gemma4_checkpoints as gemma4
-from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES, MAMBA2_FAMILIES
+from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES, MAMBA2_FAMILIES, MOE_FAMILIES
+from tests.support.layouts import LAYER_NORM_FAMILIES
 
 ARCHITECTURES = {
+    "bailing_moe_v2": "bailingmoe2",
+    "cohere": "command-r",
+    "glm4_moe": "glm4moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
     "mistral": "llama",
     "falcon_h1": "falcon-h1",
     "gemma3_text": "gemma3",
@@ -44,6 +50,13 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
+ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe")
+# Families without an architecture of files, or with one that is not supported
+NO_GGUF_FAMILIES = (
+    *("apertus", "bailing_moe", "cohere2_moe", "exaone_moe", "glm"),
+    *("granite_swa"),
+    *("mellum", "ministral", "phi", "solar_open"),
+)
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 # Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
 # beside a scale of 1 that centers the values.
@@ -55,7 +68,14 @@ SCALE_PLACES: dict[Kind, tuple[int, int | None, float]] = {
     Kind.Q3_K: (108, None, 0),
     **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, *CODEBOOK_TYPES), (0, None, 0)),
 }
-PERMUTED_FAMILIES = ("llama", "ministral3", "mistral", "mixtral", "smollm3")
+PERMUTED_FAMILIES = ("arcee", "llama", "ministral3", "mistral", "mixtral", "smollm3")
+DEFAULT_ROTARY_FACTORS = {
+    **dict.fromkeys(DELTA_NET_FAMILIES, 0.25),
+    "glm4": 0.5,
+    "glm4_moe": 0.5,
+    "nemotron": 0.5,
+    "stablelm": 0.25,
+}
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 SHORT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Array = npt.NDArray[Any]
@@ -175,7 +195,9 @@ def split_qkvz(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    default_factor = 0.25 if config["model_type"] in DELTA_NET_FAMILIES else 1.0
+    default_factor = DEFAULT_ROTARY_FACTORS.get(config["model_type"], 1.0)
+    norm = "layer_norm" if config["model_type"] in LAYER_NORM_FAMILIES else "layer_norm_rms"
+    eps = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
     keys = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -183,10 +205,12 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
         "block_count": config["num_hidden_layers"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"] or heads,
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps") or config["norm_eps"],
+        f"attention.{norm}_epsilon": next(config[key] for key in eps if key in config),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", default_factor)),
+        "rope.dimension_count": config.get(
+            "rotary_dim", int(head_dim * config.get("partial_rotary_factor", default_factor))
+        ),
         "rope.freq_base": config.get("rope_theta"),
         "vocab_size": config["vocab_size"],
     }
@@ -251,7 +275,8 @@ def _mamba2_keys(config: dict[str, Any], kv_heads: list[int]) -> dict[str, Any]:
 def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     family = config["model_type"]
     keys: dict[str, Any] = {}
-    if family.startswith("gemma") or family in ("phi3", "exaone4", "olmo3", "gpt_oss"):
+    has_window = family in ("cohere2", "exaone4", "gpt_oss", "olmo3", "phi3", "starcoder2")
+    if has_window or (family.startswith("gemma") and family != "gemma"):
         keys["attention.sliding_window"] = config["sliding_window"] or 0
     if family in ("exaone4", "olmo3") and config.get("layer_types"):
         is_sliding = [item == "sliding_attention" for item in config["layer_types"]]
@@ -259,16 +284,36 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     if family == "gemma2":
         keys["attn_logit_softcapping"] = config["attn_logit_softcapping"]
         keys["final_logit_softcapping"] = config["final_logit_softcapping"]
-    if "num_experts_per_tok" in config:
-        keys["expert_count"] = config.get("num_experts") or config["num_local_experts"]
-        keys["expert_used_count"] = config["num_experts_per_tok"]
+    if family in ("cohere", "cohere2"):
+        keys["logit_scale"] = config["logit_scale"]
+    if family == "cohere2":
+        keys["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
+    if family in MOE_FAMILIES:
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        keys["expert_count"] = next(config[key] for key in counts if key in config)
+        keys["expert_used_count"] = config.get("num_experts_per_tok") or config["moe_topk"][0]
         keys["expert_feed_forward_length"] = config.get("moe_intermediate_size")
         shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
         keys["expert_shared_feed_forward_length"] = next(
             (config[key] for key in shared if key in config), None
         )
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "hunyuan_v1_moe", "minimax_m2"):
         keys["expert_feed_forward_length"] = config["intermediate_size"]
+    if family in ROUTED_FAMILIES:
+        shared = config.get("n_shared_experts") or config.get("num_shared_experts") or 0
+        keys |= {
+            "expert_gating_func": 2,
+            "expert_shared_count": shared,
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+        }
+    if family == "minimax_m2":
+        keys["expert_gating_func"] = 2
+    if family == "hunyuan_v1_moe":
+        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": config["intermediate_size"]}
     if family.startswith("granite"):
         keys["attention.scale"] = config["attention_multiplier"]
         keys["embedding_scale"] = config["embedding_multiplier"]
@@ -284,7 +329,7 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     if family == "ministral3":
         keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if family == "hunyuan_v1_dense":  # the converter stretches the base
+    if family.startswith("hunyuan_v1"):  # the converter stretches the base
         size = config["head_dim"]
         alpha = config["rope_scaling"]["alpha"]
         keys["rope.freq_base"] = config["rope_theta"] * alpha ** (size / (size - 2))
@@ -314,7 +359,7 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     family = config["model_type"]
     if family in DELTA_NET_FAMILIES and name.endswith("norm.weight") and "linear_attn" not in name:
         value = value + 1
-    if family in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+    if family in ("gemma", "gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
         value = value + 1
     if (family in PERMUTED_FAMILIES or family.startswith("granite")) and (
         ".q_proj." in name or ".k_proj." in name

@@ -21,7 +21,7 @@ from foreword.weights.gguf.header import open_gguf
 from foreword.weights.mapped_file import MappedFile
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.gguf_files import CODEBOOK_TYPES, Kind, quantize, write_gguf
+from tests.support.gguf_files import CODEBOOK_TYPES, NO_GGUF_FAMILIES, Kind, quantize, write_gguf
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE = {
@@ -61,10 +61,17 @@ def llama3_divisors(head_dim: int) -> list[float]:
     return (1 / ((1 - smooth) / 4 + smooth)).tolist()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"lfm2_moe": {"routed_scaling_factor": 1.0}}  # no other in files
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"routed_scaling_factor": 1.0},  # no other in files
+    "dots1": {"sliding_window": None},
+}
 # Family, options of the checkpoint, keys of the file beyond the usual, further tensors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
-    **{family: (family, OPTIONS.get(family, {}), {}, None) for family in FAMILIES if family != "gemma3_text"},
+    **{
+        family: (family, OPTIONS.get(family, {}), {}, None)
+        for family in FAMILIES
+        if family not in ("gemma3_text", *NO_GGUF_FAMILIES)
+    },
     "gemma3": ("gemma3_text", {}, {"attention__sliding_window_pattern": 2}, None),
     "gemma3-default-pattern": (
         "gemma3_text",

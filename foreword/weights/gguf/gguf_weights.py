@@ -87,7 +87,15 @@ TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 # The converter reorders rows of q and k.
 TILED_VALUE_ARCHITECTURES = ("qwen35", "qwen35moe")  # see TiledValueHeads
 SCALED_ARCHITECTURES = ("falcon-h1",)  # the converter multiplies weights, and the file does not say by what
-PERMUTED_QK_ARCHITECTURES = ("granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
+PERMUTED_QK_ARCHITECTURES = (
+    "arcee",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "llama",
+    "mistral3",
+    "smollm3",
+)
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EXPERTS_MARK = "_exps."  # in names of tensors
 HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR = "output.weight", "per_layer_token_embd.weight"
@@ -95,8 +103,10 @@ OUTER_TENSORS = (EMBEDDING_TENSOR, HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR)
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
+        "model.word_embeddings.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
         "model.final_layernorm.weight": "output_norm.weight",
+        "model.norm.bias": "output_norm.bias",
         "model.embedding_norm.weight": "token_embd_norm.weight",  # LFM2's last norm
         "model.embed_tokens_per_layer.weight": PER_LAYER_EMBEDDING_TENSOR,
         "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
@@ -111,6 +121,12 @@ ROUTERS = (
     "block_sparse_moe.gate",
     "block_sparse_moe.router.layer",
     "router.proj",
+    "mlp.gate.wg",
+)
+SHARED_EXPERTS = ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "shared_mlp")
+SCORE_BIASES = (  # without ".bias"
+    *("feed_forward.expert", "mlp.gate.expert"),
+    *("mlp.gate.e_score_correction", "block_sparse_moe.e_score_correction"),
 )
 EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts", "experts")
 EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
@@ -141,7 +157,6 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w3": "ffn_up",
         "feed_forward.w2": "ffn_down",
-        "feed_forward.expert": "exp_probs_b",
         "conv.in_proj": "shortconv.in_proj",
         "conv.conv": "shortconv.conv",
         "conv.out_proj": "shortconv.out_proj",
@@ -198,19 +213,28 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "attention.query_layernorm": "attn_q_norm",
+        "attention.key_layernorm": "attn_k_norm",
+        **dict.fromkeys(SCORE_BIASES, "exp_probs_b"),
         **STATE_TENSOR_NAMES,
         **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
         **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},
         **{
             f"{module}.{name}_proj": f"ffn_{name}_shexp"
-            for module in ("mlp.shared_expert", "shared_mlp")
+            for module in SHARED_EXPERTS
             for name in ("gate", "up", "down")
         },
     }
 )
 POST_NORM_ARCHITECTURES = ("exaone4", "olmo2")  # no norms before the branches
 POST_ATTENTION_NORM_ARCHITECTURES = (  # by name
-    *(*POST_NORM_ARCHITECTURES, "gpt-oss"),
+    *(*POST_NORM_ARCHITECTURES, "glm4moe", "gpt-oss", "seed_oss"),
     *("qwen35", "qwen35moe", "qwen3next"),
 )
 POST_NORM_NAMES: Mapping[str, str] = MappingProxyType(
@@ -229,7 +253,8 @@ def gguf_name(name: str, architecture: str) -> str:
         return MODEL_TENSOR_NAMES.get(name, name)
     if match[2] in BARE_NAMES:
         return f"blk.{match[1]}.{BARE_NAMES[match[2]]}"
-    has_post_norms = architecture.startswith("gemma") or architecture in POST_ATTENTION_NORM_ARCHITECTURES
+    has_post_norms = architecture.startswith("gemma") and architecture != "gemma"
+    has_post_norms |= architecture in POST_ATTENTION_NORM_ARCHITECTURES
     inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
     inner = inner or LAYER_TENSOR_NAMES.get(match[2], match[2])
     return f"blk.{match[1]}.{inner}.{match[3] or 'weight'}"

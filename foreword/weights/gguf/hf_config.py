@@ -21,6 +21,7 @@ from foreword.weights.gguf.metadata import (
 from foreword.weights.gguf.state_config import (
     DELTA_NET_ARCHITECTURES,
     LFM2_ARCHITECTURES,
+    ROUTED_ARCHITECTURES,
     STATE_ARCHITECTURES,
     falcon_h1_options,
     read_attention_layers,
@@ -33,21 +34,32 @@ from foreword.weights.unsupported_families import missing_feature
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
+        "arcee": "arcee",
+        "bailingmoe2": "bailing_moe_v2",
+        "cohere2": "cohere2",
+        "command-r": "cohere",
+        "dots1": "dots1",
         "ernie4_5": "ernie4_5",
         "exaone4": "exaone4",
         "falcon-h1": "falcon_h1",
+        "gemma": "gemma",
         "gemma2": "gemma2",
         "gemma3": "gemma3_text",
         "gemma4": "gemma4_text",
+        "glm4": "glm4",
+        "glm4moe": "glm4_moe",  # Solar Open too
         "gpt-oss": "gpt_oss",
         "granite": "granite",
         "granitehybrid": "granitemoehybrid",
         "granitemoe": "granitemoe",  # granitemoeshared if it has a shared expert
         "hunyuan-dense": "hunyuan_v1_dense",
+        "hunyuan-moe": "hunyuan_v1_moe",
         "lfm2": "lfm2",
         "lfm2moe": "lfm2_moe",
         "llama": "llama",  # mixtral if it has experts
+        "minimax-m2": "minimax_m2",
         "mistral3": "mistral",  # ministral3 if it scales queries
+        "nemotron": "nemotron",
         "olmo2": "olmo2",  # olmo3 if it has a window
         "olmoe": "olmoe",
         "phi3": "phi3",
@@ -58,9 +70,13 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen35moe": "qwen3_5_moe_text",
         "qwen3moe": "qwen3_moe",
         "qwen3next": "qwen3_next",
+        "seed_oss": "seed_oss",
         "smollm3": "smollm3",
+        "stablelm": "stablelm",
+        "starcoder2": "starcoder2",
     }
 )
+NO_MTP_HEAD = {"num_nextn_predict_layers": 0}  # its blocks are split off
 MMPROJ_ARCHITECTURE = "clip"  # a vision encoder in a separate file
 Options = dict[str, Any]
 
@@ -69,7 +85,7 @@ DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"
 QUANTIZATION_VERSION = 2  # version of the blocks' layout
 # Every n-th layer has full attention, the others a window.
 WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
-    {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt-oss": 2, "olmo2": 4}
+    {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt-oss": 2, "olmo2": 4}
 )
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
@@ -78,31 +94,65 @@ GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma
 # No key declares biases: where the architecture leaves them open, the first layer's tensors decide.
 BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "arcee": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "bailingmoe2": {"use_qkv_bias": "attn_qkv", "use_bias": "attn_output"},
+        "cohere2": {"attention_bias": "attn_q"},
+        "command-r": {"attention_bias": "attn_q"},
         "ernie4_5": {"use_bias": "attn_q"},
         "falcon-h1": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "glm4": {"attention_bias": "attn_q"},
+        "glm4moe": {"attention_bias": "attn_q"},
         "gpt-oss": {"attention_bias": "attn_q"},
         "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "granitemoe": {"attention_bias": "attn_q"},
         "hunyuan-dense": {"attention_bias": "attn_q"},
+        "hunyuan-moe": {"attention_bias": "attn_q"},
         "llama": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "nemotron": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "olmo2": {"attention_bias": "attn_q"},
         "olmoe": {"attention_bias": "attn_q"},
         "qwen3": {"attention_bias": "attn_q"},
         "qwen3moe": {"attention_bias": "attn_q"},
+        "seed_oss": {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"},
         "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "stablelm": {"use_qkv_bias": "attn_q"},
+        "starcoder2": {"use_bias": "attn_q"},
     }
 )
-SIZED_EXPERT_ARCHITECTURES = ("lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
+SIZED_EXPERT_ARCHITECTURES = (
+    *("lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
+    *ROUTED_ARCHITECTURES,
+)
 NORM_OPTION_ARCHITECTURES = ("lfm2moe", "olmoe", "qwen2moe", "qwen3moe", "qwen3next")  # `norm_topk_prob`
 SHARED_EXPERT_ARCHITECTURES = ("qwen2moe", "qwen35moe", "qwen3next")  # in all layers
 MOE_ARCHITECTURES = (
-    *("gpt-oss", "granitemoe", "lfm2moe", "olmoe"),
+    *("gpt-oss", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe"),
+    *ROUTED_ARCHITECTURES,
     *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
 )
 SHARED_SIZE = "expert_shared_feed_forward_length"
 EXPERTS_TENSOR, SHARED_TENSOR = "blk.{}.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
 SOFTMAX_GATING, SIGMOID_GATING = 1, 2
-FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
+FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
+FUSED_GATE_UP = ("glm4", "phi3")
+SIGMOID_ARCHITECTURES = ("lfm2moe", "minimax-m2", *ROUTED_ARCHITECTURES)
+# Architectures with layer norms, and the option that has their epsilon
+LAYER_NORM_EPS: Mapping[str, str] = MappingProxyType(
+    {
+        "cohere2": "layer_norm_eps",
+        "command-r": "layer_norm_eps",
+        "nemotron": "norm_eps",
+        "stablelm": "layer_norm_eps",
+        "starcoder2": "norm_epsilon",
+    }
+)
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(  # no key declares them; silu in the others
+    {
+        **dict.fromkeys(("gemma", "starcoder2"), "gelu_pytorch_tanh"),
+        **dict.fromkeys(("arcee", "nemotron"), "relu2"),
+    }
+)
+SHARED_EXPERT_OPTIONS: Mapping[str, str] = MappingProxyType({"bailingmoe2": "num_shared_experts"})
 # Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
@@ -182,7 +232,7 @@ def _check_shape(metadata: MetadataReader) -> None:
     tensor = EXPERTS_TENSOR.format(0)
     if tensor in metadata.tensors:
         raise metadata.error("expert_count", f"is 0, but tensor `{tensor}` is there")
-    size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
+    size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_GATE_UP))
     metadata.check_dimension("feed_forward_length", "blk.0.ffn_up.weight", 0, size)
 
 
@@ -244,7 +294,7 @@ def _check_heads(metadata: MetadataReader) -> None:
     heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
     kv_heads = read_kv_heads(metadata)
     key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
-    if metadata.architecture in FUSED_PROJECTIONS:
+    if metadata.architecture in FUSED_QKV:
         metadata.check_dimension(key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
         return
     block = f"blk.{read_attention_layers(metadata).index(True)}"
@@ -266,7 +316,9 @@ def _shape_options(metadata: MetadataReader) -> Options:
 
 def _common_options(metadata: MetadataReader) -> Options:
     """Options of every family."""
-    eps_option = "norm_eps" if metadata.architecture in LFM2_ARCHITECTURES else "rms_norm_eps"
+    name = metadata.architecture
+    eps_option = "norm_eps" if name in LFM2_ARCHITECTURES else LAYER_NORM_EPS.get(name, "rms_norm_eps")
+    eps_key = "attention.layer_norm_epsilon" if name in LAYER_NORM_EPS else "attention.layer_norm_rms_epsilon"
     return {
         "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
@@ -275,7 +327,7 @@ def _common_options(metadata: MetadataReader) -> Options:
         "num_hidden_layers": read_num_layers(metadata),
         "num_attention_heads": metadata.get_int("attention.head_count"),
         "max_position_embeddings": metadata.get_int("context_length"),
-        eps_option: metadata.get_float("attention.layer_norm_rms_epsilon"),
+        eps_option: metadata.get_float(eps_key),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
     }
 
@@ -308,8 +360,11 @@ def _expert_options(metadata: MetadataReader) -> Options:
             metadata.require_value(key, 0)
         return {}
     name = metadata.architecture
+    gating = SIGMOID_GATING if name in SIGMOID_ARCHITECTURES else SOFTMAX_GATING
+    metadata.require_value("expert_gating_func", gating)
+    if name in ROUTED_ARCHITECTURES:
+        return _routed_options(metadata)
     renormalizes = name not in ("olmoe", "qwen2moe")
-    metadata.require_value("expert_gating_func", SIGMOID_GATING if name == "lfm2moe" else SOFTMAX_GATING)
     metadata.require_value("expert_weights_norm", renormalizes)
     metadata.require_value("expert_weights_scale", 1.0)
     count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
@@ -327,6 +382,24 @@ def _expert_options(metadata: MetadataReader) -> Options:
     return options
 
 
+def _routed_options(metadata: MetadataReader) -> Options:
+    """Experts as in DeepSeek-V3: keys for the weights' sum and scale, groups, and shared experts."""
+    shared = metadata.get_int("expert_shared_count", 0, low=0)
+    size = metadata.get_int(_expert_size_key(metadata))
+    metadata.require_value(SHARED_SIZE, shared * size)
+    return {
+        "num_experts": metadata.get_int("expert_count"),
+        "num_experts_per_tok": metadata.get_int("expert_used_count"),
+        "moe_intermediate_size": size,
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "routed_scaling_factor": metadata.get_optional_float("expert_weights_scale") or 1.0,
+        "n_group": metadata.get_int("expert_group_count", 1),
+        "topk_group": metadata.get_int("expert_group_used_count", 1),
+        "first_k_dense_replace": read_num_dense_layers(metadata),
+        SHARED_EXPERT_OPTIONS.get(metadata.architecture, "n_shared_experts"): shared,
+    }
+
+
 def _bias_options(metadata: MetadataReader) -> Options:
     options = {} if _is_mixtral(metadata) else BIAS_OPTIONS.get(metadata.architecture, {})
     return {option: f"blk.0.{name}.bias" in metadata.tensors for option, name in options.items()}
@@ -334,7 +407,8 @@ def _bias_options(metadata: MetadataReader) -> Options:
 
 def _family_options(metadata: MetadataReader) -> Options:
     """Activation (no key declares it), windows, softcaps and multipliers."""
-    if metadata.architecture.startswith("gemma"):
+    name = metadata.architecture
+    if name.startswith("gemma") and name != "gemma":
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
     if metadata.architecture == "falcon-h1":
         return falcon_h1_options(metadata)
@@ -342,7 +416,17 @@ def _family_options(metadata: MetadataReader) -> Options:
         return state_options(metadata) | _granite_hybrid_options(metadata)
     if metadata.architecture in STATE_ARCHITECTURES:
         return state_options(metadata)
-    options: Options = {"hidden_act": "silu"}
+    options: Options = {"hidden_act": ACTIVATIONS.get(name, "silu")}
+    if name in ("cohere2", "command-r"):
+        return options | _cohere_options(metadata)
+    if name == "glm4moe":
+        return options | {"use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.tensors, **NO_MTP_HEAD}
+    if name in ("dots1", "starcoder2"):
+        return options | {"sliding_window": _read_window(metadata) if name == "starcoder2" else None}
+    if name == "hunyuan-moe":
+        metadata.require_value("expert_shared_count", 1)
+        metadata.require_value(SHARED_SIZE, metadata.get_int(_expert_size_key(metadata)))
+        return options
     if metadata.architecture in ("granite", "granitemoe"):
         return options | _granite_options(metadata)
     if metadata.architecture == "mistral3":
@@ -377,6 +461,14 @@ def _granite_hybrid_options(metadata: MetadataReader) -> Options:
         options["shared_intermediate_size"] = metadata.get_int("feed_forward_length")
         metadata.ignore(SHARED_SIZE)
     return options | _granite_multipliers(metadata)
+
+
+def _cohere_options(metadata: MetadataReader) -> Options:
+    options: Options = {"logit_scale": metadata.get_float("logit_scale")}
+    if metadata.architecture == "command-r":
+        return options
+    layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+    return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
 
 
 def _granite_options(metadata: MetadataReader) -> Options:

@@ -18,7 +18,10 @@ ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 DEFAULT_THETA = 10000.0
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
-PARTIAL_ROPE_ARCHITECTURES = ("phi3", "qwen35", "qwen35moe", "qwen3next")
+PARTIAL_ROPE_ARCHITECTURES = (
+    *("bailingmoe2", "glm4", "glm4moe", "minimax-m2", "nemotron", "phi3"),
+    *("qwen35", "qwen35moe", "qwen3next", "stablelm"),
+)
 
 
 class MetadataReader:

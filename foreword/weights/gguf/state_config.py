@@ -12,6 +12,8 @@ from foreword.weights.gguf.metadata import MetadataReader
 LFM2_ARCHITECTURES = ("lfm2", "lfm2moe")
 DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
 MAMBA2_ARCHITECTURES = ("granitehybrid",)
+ROUTED_ARCHITECTURES = ("bailingmoe2", "dots1", "glm4moe")  # experts as in DeepSeek-V3
+MTP_ARCHITECTURES = (*DELTA_NET_ARCHITECTURES, "bailingmoe2", "glm4moe")
 STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
 INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
 MAX_MROPE_SECTIONS = 4
@@ -22,7 +24,7 @@ RECURRENT_LAYERS = "attention.recurrent_layers"
 def read_num_layers(metadata: MetadataReader) -> int:
     """Layers of the model: blocks but those of the MTP head, which come last."""
     blocks = metadata.get_int("block_count")
-    if metadata.architecture not in DELTA_NET_ARCHITECTURES:
+    if metadata.architecture not in MTP_ARCHITECTURES:
         return blocks
     drafting = metadata.get_int("nextn_predict_layers", 0, low=0)
     if drafting >= blocks:
@@ -93,7 +95,7 @@ def _read_recurrent_layers(metadata: MetadataReader) -> list[bool]:
 
 def read_num_dense_layers(metadata: MetadataReader) -> int:
     """First layers with an MLP instead of experts."""
-    if metadata.architecture != "lfm2moe":
+    if metadata.architecture not in ("lfm2moe", *ROUTED_ARCHITECTURES):
         return 0
     count, num_layers = metadata.get_int(DENSE_LAYERS, 0, low=0), read_num_layers(metadata)
     for layer, name in ((count - 1, "ffn_up"), (count, "ffn_gate_inp")):
