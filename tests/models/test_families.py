@@ -409,7 +409,9 @@ def prompt() -> list[int]:
 
 
 def tolerance_of(family: str) -> float:
-    """Two forms of the gated delta rule are far apart, also those of transformers."""
+    """Two forms of the gated delta rule are far apart, also those of transformers; some norms have large weights."""
+    if family in ("gemma", "starcoder2"):
+        return 1e-3
     return 5e-3 if family in DELTA_NET_FAMILIES else 1e-4
 
 
