@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foreword.kernels.ops import Ops
 from foreword.layers.linear import Embedding, Linear, load_linear
-from foreword.layers.norm import RMSNorm
+from foreword.layers.norm import Norm, RMSNorm
 from foreword.layers.weights import Weights
 
 
@@ -57,7 +57,7 @@ class PerLayerInput:
     """Adds norm(projection(gelu(gate(x)) * input)) to x, with the input of this layer, then scales."""
 
     def __init__(
-        self, ops: Ops, gate: Linear, projection: Linear, norm: RMSNorm, columns: slice, scale: float
+        self, ops: Ops, gate: Linear, projection: Linear, norm: Norm, columns: slice, scale: float
     ) -> None:
         """columns  of this layer in PerLayerEmbedding's"""
         self._ops = ops
