@@ -27,6 +27,10 @@ class HunyuanMoe(HunyuanDense):
             if config.get_uniform_int(key, num_layers, value) != value:
                 raise config.error(key, f"must be {value} here")
         moe = read_moe_config(
-            config, NAMES, renormalize=True, shared_intermediate_size=size, top_k_key="moe_topk"
+            config,
+            NAMES,
+            renormalize=True,
+            shared_intermediate_size=size,
+            top_k_key="moe_topk" if "moe_topk" in config else "num_experts_per_tok",
         )
         return replace(base, architecture="hunyuan_v1_moe", moe=moe)
