@@ -17,7 +17,7 @@ from torch import Tensor
 from foreword.weights.gguf.gguf_weights import gguf_name
 from tests.support.checkpoints import write_json
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value", "dense")
 # Branches with state: Gated DeltaNet, and short convolutions, whose out_proj is also that of LFM2's attention
 STATES = (
     "in_proj_qkv",
@@ -31,7 +31,7 @@ STATES = (
 )
 LINEAR = (
     *(*ATTENTION, *STATES, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
-    *("w1", "w2", "w3", "c_fc", "c_proj", "fc1", "fc2", "dense", "query_key_value"),
+    *("w1", "w2", "w3", "c_fc", "c_proj", "fc1", "fc2"),
 )
 
 
