@@ -139,8 +139,16 @@ def prompts() -> list[list[int]]:
 
 # Checkpoints whose answers vary, and `ngram` sometimes predicts them; 1 elsewhere.
 SEEDS = {
-    **{"gemma4_text": 2, "gemma4_unified_text": 2, "mixtral": 2, "olmoe": 3, "qwen3_5_text": 6},
-    **{"apertus": 6, "cohere2": 2, "nemotron": 4, "phi": 16, "stablelm": 2},
+    "gemma4_text": 2,
+    "gemma4_unified_text": 2,
+    "mixtral": 2,
+    "olmoe": 3,
+    "qwen3_5_text": 6,
+    "apertus": 6,
+    "cohere2": 2,
+    "nemotron": 4,
+    "phi": 16,
+    "stablelm": 2,
 }
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3},
