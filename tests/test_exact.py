@@ -147,6 +147,7 @@ SEEDS = {
     "apertus": 6,
     "cohere2": 2,
     "nemotron": 4,
+    "nemotron_h": 3,
     "phi": 16,
     "stablelm": 2,
 }

@@ -80,6 +80,7 @@ class ExpertsConfig:
     # largest logit ("softmax"), or by the sum of the two largest scores ("sigmoid"); ties to the lowest group
     num_groups: int = 1
     topk_groups: int = 1
+    gated: bool = True  # experts compute down(activation(gate) * up), or else down(activation(up))
 
     def __post_init__(self) -> None:
         size = self.num_experts // self.num_groups
@@ -229,7 +230,9 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> PackedExperts:
-        """Weights [2I, H] and [H, I] of each expert, with their biases; the parts may be moved.
+        """Weights [2I, H], or [I, H] without gates, and [H, I] of each expert, with their biases.
+
+        The parts may be moved.
 
         bias    float32 [E]: added to the scores that choose experts, with scoring "sigmoid"
         scales  float32 [E]: factors of the experts' weights
@@ -245,8 +248,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """x [T, H], router logits float32 [T, E] -> [T, H]: the weighted sum of a row's experts, plus add_to.
 
-        Experts compute linear(gated_act(linear(x))), the last product in float32. The sum is in float32, in
-        order of falling scores, and is rounded once. Each expert's weights are read once for all its rows.
+        Experts compute linear(gated_act(linear(x))), or without gates linear(act(linear(x))), the last
+        product in float32. The sum is in float32, in order of falling scores, and is rounded once. Each
+        expert's weights are read once for all its rows.
         """
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -331,7 +335,10 @@ class Ops(Protocol):
         """x[rows[i]] = values[i], in place; x [T, H], rows int64 [N], values [N, H]. Not within compile()."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+        """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32.
+
+        Or x [T, G, H], weight [G, H].
+        """
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """x [T, ..., H] -> (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in float32.

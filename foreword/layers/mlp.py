@@ -41,7 +41,7 @@ class UngatedMLP:
 class SharedExpert:
     """The expert of every row, scaled by sigmoid(gate(x)) if there is a gate [1, H]."""
 
-    def __init__(self, ops: Ops, mlp: MLP, gate: Linear | None) -> None:
+    def __init__(self, ops: Ops, mlp: MLP | UngatedMLP, gate: Linear | None) -> None:
         self._ops = ops
         self._mlp = mlp
         self._gate = gate

@@ -32,7 +32,9 @@ from foreword.weights.safetensors_weights import SafetensorsFile
 WEIGHTS_FILE, PICKLE_FILE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 # Of a layer's path, also in models with a vision encoder; their other parts have no adapters.
-LAYER_PATH = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)?(layers\.\d+\..+)")
+LAYER_PATH = re.compile(
+    r"(?:model\.|backbone\.|language_model\.model\.|model\.language_model\.)?(layers\.\d+\..+)"
+)
 GGUF_TENSOR_NAME = re.compile(r"(.+\.weight)\.lora_(a|b)")
 DIGEST_BYTES = 16
 READ_BYTES = 1 << 20

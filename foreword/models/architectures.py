@@ -36,6 +36,7 @@ from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
 from foreword.models.mixtral import Mixtral
 from foreword.models.nemotron import Arcee, Nemotron
+from foreword.models.nemotron_h import NemotronH
 from foreword.models.olmo2 import Olmo2
 from foreword.models.olmo3 import Olmo3
 from foreword.models.olmoe import Olmoe
@@ -94,6 +95,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "mistral": Mistral,
         "mixtral": Mixtral,
         "nemotron": Nemotron,
+        "nemotron_h": NemotronH,
         "olmo2": Olmo2,
         "olmo3": Olmo3,
         "olmoe": Olmoe,

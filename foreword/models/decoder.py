@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, ImageFeatures, KVShape, kv_shape_of, state_shape_of
+from foreword.core.batch import Batch, CacheShape, ImageFeatures, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import NO_ALPHAS, AttentionMetadata, Ops
@@ -74,9 +74,13 @@ class LayerBuilder:
         return float(self._weights.tensor(name, *shape).item())
 
     @property
+    def cache_shape(self) -> CacheShape:
+        return self._config.cache_shapes[self._index]
+
+    @property
     def state_shape(self) -> StateShape | None:
         """The state of this layer; None: it has attention."""
-        return state_shape_of(self._config.cache_shapes[self._index])
+        return state_shape_of(self.cache_shape)
 
     @property
     def hidden_size(self) -> int:
@@ -84,7 +88,7 @@ class LayerBuilder:
 
     @property
     def _kv_shape(self) -> KVShape:
-        shape = kv_shape_of(self._config.cache_shapes[self._index])
+        shape = kv_shape_of(self.cache_shape)
         assert shape is not None
         return shape
 
@@ -206,7 +210,7 @@ class LayerBuilder:
         reordered = ReorderedWeights(weights, orders)
         norm = None
         if config.norm_groups:
-            weight = weights.tensor("norm.weight", values)  # TODO groups
+            weight = weights.tensor("norm.weight", values).view(config.norm_groups, -1)
             norm = RMSNorm(self.ops, weight, config.eps)
         outputs = {"in_proj": len(orders["in_proj"])}
         return Mamba2(
@@ -279,10 +283,11 @@ class LayerBuilder:
         up_name: str = "up_proj",
         down_name: str = "down_proj",
         alphas: tuple[float, float] = NO_ALPHAS,
+        size: int | None = None,
     ) -> UngatedMLP:
         """alphas: see Ops.act"""
         config, weights = self._config, self._weights.prefixed(f"{name}.")
-        hidden, size = config.hidden_size, config.intermediate_size
+        hidden, size = config.hidden_size, size or config.intermediate_size
         up = self._linear(name, weights, hidden, {up_name: size}, config.mlp_bias)
         down = self._linear(name, weights, size, {down_name: hidden}, config.mlp_bias)
         return UngatedMLP(self.ops, up, down, config.activation, alphas)
@@ -301,7 +306,11 @@ class LayerBuilder:
         fused, down = names.shared_fused or (None, "down_proj")
         if not self._weights.has(f"{names.shared}.{fused}.weight"):
             fused, down = None, "down_proj"
-        mlp = self.mlp(names.shared, fused, down, moe.shared_intermediate_size)
+        size = moe.shared_intermediate_size
+        if moe.experts.gated:
+            mlp: MLP | UngatedMLP = self.mlp(names.shared, fused, down, size)
+        else:
+            mlp = self.ungated_mlp(names.shared, size=size)
         gate = None if names.shared_gate is None else self._router(names.shared_gate, 1)
         if moe.halves_shared:  # sigmoid(0) is 1/2
             zeros = torch.zeros(1, self._config.hidden_size, device=self._lora.device)
@@ -319,7 +328,7 @@ class LayerBuilder:
 
     @property
     def _qk_heads(self) -> dict[str, int]:
-        if kv_shape_of(self._config.cache_shapes[self._index]) is None:
+        if kv_shape_of(self.cache_shape) is None:
             return {}
         return {"q_proj": self._config.num_heads, "k_proj": self._kv_shape.heads}
 
@@ -374,6 +383,8 @@ class Decoder(ABC):
     """A decoder-only model. A subclass per architecture reads the config and builds the layers."""
 
     NORM: ClassVar[str] = "norm"  # name of the last norm
+    # Of names in files, where they may differ from ours: see MultipartWeights
+    WEIGHT_PREFIXES: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     EMBEDDING: ClassVar[str] = "embed_tokens"
 
     def __init__(

@@ -26,7 +26,7 @@ class ExpertNames:
 
     module: str = "mlp"  # in the layer; "": the layer itself
     router: str = "gate"  # in the module, like those of experts
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names within one expert
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names within one expert
     fused: tuple[str, str] = FUSED
     shared: str = "mlp.shared_expert"  # in the layer
     shared_gate: str | None = None
@@ -72,7 +72,8 @@ def _find_tensors(weights: Weights, config: MoEConfig, hidden_size: int) -> _Exp
     """The layout in the files: a tensor for each expert, unless there are tensors for all."""
     if config.is_gpt_oss and (weights.has(FUSED[0]) or weights.has(f"{FUSED[0]}_blocks")):
         return _GptOssExperts(weights, config, hidden_size)
-    for *gate_up, down in (config.names.fused, FUSED, SEPARATE):
+    layouts = (config.names.fused, FUSED, SEPARATE) if config.experts.gated else (SEPARATE[1:],)
+    for *gate_up, down in layouts:
         if weights.has(gate_up[0]):
             return _StackedExperts(weights, config, hidden_size, gate_up, down)
     return _ExpertTensors(weights, config, hidden_size)
@@ -86,17 +87,17 @@ class _ExpertTensors:
         self._names = config.names
         self._num_experts = config.experts.num_experts
         self._inner = config.intermediate_size
+        self._gate_up_rows = (1 + config.experts.gated) * config.intermediate_size
         self._hidden = hidden_size
 
     def gate_up(self, expert: int) -> AbstractContextManager[Sequence[Matrix]]:
-        """Parts of [2I, H]"""
-        gate, up, _ = self._projections(expert)
-        sizes = {f"{gate}.weight": self._inner, f"{up}.weight": self._inner}
+        """Parts of [2I, H], or [I, H] without gates"""
+        sizes = {f"{name}.weight": self._inner for name in self._projections(expert)[:-1]}
         return self._weights.weights(sizes, self._hidden)
 
     def down(self, expert: int) -> AbstractContextManager[Sequence[Matrix]]:
         """Parts of [H, I]"""
-        return self._weights.weights({f"{self._projections(expert)[2]}.weight": self._hidden}, self._inner)
+        return self._weights.weights({f"{self._projections(expert)[-1]}.weight": self._hidden}, self._inner)
 
     def biases(self, expert: int) -> tuple[Tensor, Tensor]:
         """[2I] and [H]"""
@@ -128,7 +129,7 @@ class _StackedExperts(_ExpertTensors):
 
     @contextmanager
     def gate_up(self, expert: int) -> Iterator[Sequence[Matrix]]:
-        shape = self._num_experts, 2 * self._inner // len(self._gate_up_names), self._hidden
+        shape = self._num_experts, self._gate_up_rows // len(self._gate_up_names), self._hidden
         with ExitStack() as stack:
             yield [
                 stack.enter_context(self._weights.stacked(name, expert, *shape))

@@ -37,6 +37,6 @@ def describe_model(config: DecoderConfig, num_parameters: int, lora_values_per_r
 
 def _expert_parameters(moe: MoEConfig, hidden_size: int) -> int:
     """Parameters of all experts but the shared ones."""
-    of_one = 3 * moe.intermediate_size * hidden_size
+    of_one = (2 + moe.experts.gated) * moe.intermediate_size * hidden_size
     of_one += (2 * moe.intermediate_size + hidden_size) * moe.bias
     return sum(moe.has_experts) * moe.experts.num_experts * of_one

@@ -65,7 +65,7 @@ TEXT_KEYS = (
     *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id"),
 )
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
-MULTIPART_FAMILIES = ("exaone_moe", "mellum", "qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+MULTIPART_FAMILIES = ("exaone_moe", "mellum", "nemotron_h", "qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
 MTP_HEAD = "the MTP head, which drafts,"
 UNUSED_PARTS = MappingProxyType(
     {
@@ -248,8 +248,9 @@ def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -
     """Weights by the names that our models use; `names` are those in the files."""
     if spec.vision is not None:
         return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
-    if spec.name in TEXT_MODELS:
-        return MultipartWeights(weights, names, TEXT_PREFIXES)
+    prefixes = TEXT_PREFIXES if spec.name in TEXT_MODELS else spec.architecture.WEIGHT_PREFIXES
+    if prefixes:
+        return MultipartWeights(weights, names, prefixes)
     return HeadlessWeights(weights) if EMBEDDING_TENSORS.isdisjoint(names) else weights
 
 

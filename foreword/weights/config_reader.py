@@ -194,8 +194,10 @@ class ConfigReader:
         return ConfigReader(value, f"{self.source}: {key}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """The same options, with defaults for missing ones."""
-        return ConfigReader({**defaults, **self._values}, self.source)
+        """The same options, with defaults for missing ones. What is read there counts as read here."""
+        reader = ConfigReader({**defaults, **self._values}, self.source)
+        reader._read_keys = self._read_keys
+        return reader
 
     def without(self, keys: Collection[str]) -> ConfigReader:
         """The options but these, which have no effect."""

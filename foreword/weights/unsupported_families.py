@@ -32,10 +32,10 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         "olmohybrid": f"{RECURRENT}; olmo2 and olmo3 run",
         "lfm2vl": f"{VISION}; lfm2 runs",
         "bamba": f"{RECURRENT}; granitemoehybrid and falcon_h1 run",
-        "falconh1": None,  # it runs, and is not Falcon
+        **dict.fromkeys(("falconh1", "nemotronh")),  # they run, and are not Falcon and Nemotron
         **dict.fromkeys(("falconmamba", "jamba", "kimilinear"), RECURRENT),
         "lfm3": f"{RECURRENT}; lfm2 runs",
-        **dict.fromkeys(("mamba", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
+        **dict.fromkeys(("mamba", "plamo2", "recurrentgemma"), RECURRENT),
         **dict.fromkeys(("rwkv", "zamba"), RECURRENT),
         **dict.fromkeys(("eagle", "medusa", "mlpspeculator", "speculator"), HEADS),
         **dict.fromkeys(("bart", "mbart", "pegasus", "t5", "mt5", "whisper"), PAIR),
@@ -75,9 +75,9 @@ CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
 # model_type and GGUF architecture of families that have layers with state
 TYPES_WITH_STATES = frozenset(
     {
-        *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next"),
+        *("falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_next"),
         *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("falcon-h1", "granitehybrid", "lfm2moe", "qwen35", "qwen35moe", "qwen3next"),
+        *("nemotron_h_moe", "falcon-h1", "granitehybrid", "lfm2moe", "qwen35", "qwen35moe", "qwen3next"),
     }
 )
 

@@ -47,6 +47,7 @@ class Mixture:
     hidden: int = 256
     inner: int = 256
     mixed: bool = False  # the gate has another format than the matrix above it
+    gated: bool = True
 
     def matrix(self, rows: int, columns: int, seed: int) -> Matrix:
         if self.weight_format in GROUPED_BITS:
@@ -60,6 +61,8 @@ class Mixture:
         return random_blocks(self.weight_format, rows, columns, seed, scale)
 
     def gate_up(self, expert: int) -> list[Matrix]:
+        if not self.gated:
+            return [self.matrix(self.inner, self.hidden, 2 * expert)]
         up = self.matrix(self.inner, self.hidden, 2 * expert)
         gate = randn(self.inner, self.hidden, seed=100 + expert).to(torch.bfloat16) / 16
         return [gate, up] if self.mixed else [self.matrix(2 * self.inner, self.hidden, 2 * expert)]
@@ -76,7 +79,7 @@ class Mixture:
     def pack(self, ops: Ops) -> PackedExperts:
         experts = range(self.num_experts)
         gate_up = [
-            ops.pack_linear(self.gate_up(e), self.tensor_format, self.bias(2 * self.inner, e))
+            ops.pack_linear(self.gate_up(e), self.tensor_format, self.bias((1 + self.gated) * self.inner, e))
             for e in experts
         ]
         down = [
@@ -90,7 +93,7 @@ class Mixture:
         return ops.pack_experts(gate_up, down)
 
     def config(self, top_k: int = 3, renormalize: bool = True, activation: str = "silu") -> ExpertsConfig:
-        return ExpertsConfig(self.num_experts, top_k, renormalize, activation)
+        return ExpertsConfig(self.num_experts, top_k, renormalize, activation, gated=self.gated)
 
 
 @functools.cache
@@ -131,6 +134,20 @@ def test_experts_match_reference(isa: str, weight_format: str, dtype: torch.dtyp
         is_exact = dtype == torch.float32 and weight_format in ("float32", "float16")
         assert (actual - expected).abs().max() <= (2e-6 if is_exact else 0.06) * expected.abs().max()
         assert (actual - expected).norm() <= (1e-6 if is_exact else 0.03) * expected.norm()
+
+
+@each_isa
+@pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "int8", "q4_k"])
+def test_experts_without_gates_match_reference(isa: str, weight_format: str) -> None:
+    mixture, x = Mixture(weight_format, gated=False), randn(40, 256)
+    logits, config = skewed_logits(40, mixture.num_experts), mixture.config(activation="relu2")
+    ops, weights = packed(mixture, isa, 2)
+    actual = ops.experts(x, logits, weights, config).double()
+    expected = REFERENCE.experts(x, logits, packed_reference(mixture), config).double()
+    assert (actual - expected).norm() <= (1e-6 if weight_format == "float32" else 0.03) * expected.norm()
+    for row in (0, 7, 39):
+        alone = ops.experts(x[row : row + 1], logits[row : row + 1], weights, config)
+        assert same_bits(alone, ops.experts(x, logits, weights, config)[row : row + 1])
 
 
 @each_isa

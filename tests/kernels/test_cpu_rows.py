@@ -62,6 +62,9 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     return {
         "rms_norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
         "rms_norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
+        "rms_norm by head": lambda ops, x: ops.rms_norm(
+            x.view(-1, 2, width), torch.stack((weight, 2 * weight)), 1e-5
+        ),
         "layer_norm": lambda ops, x: ops.layer_norm(x[:, :width], weight, None, 1e-5),
         "layer_norm of heads": lambda ops, x: ops.layer_norm(x.view(-1, 2, width), weight, weight, 1e-5),
         "rope": rope,
@@ -105,6 +108,8 @@ def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     close(cpu_ops_by_threads(isa)[0].rms_norm(x, weight, 1e-5), expected)
+    factors = torch.tensor([[1.0], [3.0], [0.5]])
+    close(cpu_ops_by_threads(isa)[0].rms_norm(x, weight * factors, 1e-5), expected * factors)
 
 
 @each_isa

@@ -208,10 +208,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "nemotron-h-dense": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": 5,
+            "hybrid_override_pattern": "M-*M-",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 0.01,
+        },
+    ),
+    "nemotron-h-all-kinds": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": 6,
+            "hybrid_override_pattern": "EM-*ME",
+            "n_group": 4,
+            "topk_group": 2,
+            "n_groups": 4,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "falcon-h1-norm-first": (
         "falcon_h1",
         {
-            "mamba_n_groups": 1,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": True,
             "attention_bias": True,
@@ -224,7 +247,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {
             "mamba_rms_norm": True,
-            "mamba_n_groups": 1,
             "mamba_norm_before_gate": False,
             "mamba_conv_bias": False,
             "mlp_multipliers": ...,

@@ -189,6 +189,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
         "mlp_multipliers": [0.9, 0.8],
     },
+    "nemotron_h": {
+        **dict.fromkeys(("rms_norm_eps", "rope_theta", "hidden_act"), ...),
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "M*EME",
+        "layer_norm_epsilon": 1e-5,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "routed_scaling_factor": 1.3,
+    },
     "lfm2": {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
@@ -243,6 +259,7 @@ ARCHITECTURES = {
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -252,7 +269,7 @@ ARCHITECTURES = {
 }
 LFM2_FAMILIES = ("lfm2", "lfm2_moe")
 DELTA_NET_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-MAMBA2_FAMILIES = ("granitemoehybrid", "falcon_h1")
+MAMBA2_FAMILIES = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 STATE_FAMILIES = (*LFM2_FAMILIES, *DELTA_NET_FAMILIES, *MAMBA2_FAMILIES)
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
@@ -313,10 +330,10 @@ def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:
 def write_related_drafter(path: Path, model: Path) -> Path:
     """A Llama of one layer with the model's embedding and head."""
     tensors = load_file(model / "model.safetensors")
-    hidden = tensors["model.embed_tokens.weight"].shape[1]
-    write_checkpoint(path, "llama", seed=1, num_hidden_layers=1, hidden_size=hidden)
-    shared = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    change_tensors(path, **shared)
+    names = ("model.embed_tokens.weight", "backbone.embeddings.weight")
+    embedding = next(tensors[name] for name in names if name in tensors)
+    write_checkpoint(path, "llama", seed=1, num_hidden_layers=1, hidden_size=embedding.shape[1])
+    change_tensors(path, **{names[0]: embedding, "lm_head.weight": tensors["lm_head.weight"]})
     return path
 
 
@@ -377,7 +394,7 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     for ending, constant in constants.items():
         if name.endswith(ending):
             return torch.full_like(value, constant)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_f.weight")):
         return 0.2 * value + _norm_center(name, config["model_type"])
     if name.endswith("A_log"):
         return 0.5 * value - 1.0  # states that fade over some tens of tokens
@@ -387,7 +404,7 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
         return 1.0 + 0.2 * value
     if name.endswith(("bias", "sinks")):
         return 0.3 * value
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed" in name or "lm_head" in name:
         return value * (0.3 if config["tie_word_embeddings"] else 1.0)
     return value * (1.6 / math.sqrt(value.shape[-1]))
 
@@ -421,6 +438,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
         return layout_shapes(LAYOUTS[config["model_type"]], config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     family = config["model_type"]
+    if family == "nemotron_h":
+        return _nemotron_h_shapes(config)
     last_norm = {"falcon_h1": "final_layernorm", **dict.fromkeys(LFM2_FAMILIES, "embedding_norm")}.get(
         family, "norm"
     )
@@ -484,6 +503,56 @@ def _short_conv_shapes(config: dict[str, Any]) -> Shapes:
     result |= linear_shapes("conv.out_proj", hidden, hidden, bias)
     result["conv.conv.weight"] = (hidden, 1, config.get("conv_L_cache", 3))
     return {**result, "conv.conv.bias": (hidden,)} if bias else result
+
+
+def _nemotron_h_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    result: Shapes = {
+        "backbone.embeddings.weight": (vocab, hidden),
+        "backbone.norm_f.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    as_others = {
+        **config,
+        "mamba_n_heads": config["mamba_num_heads"],
+        "mamba_d_ssm": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "mamba_n_groups": config["n_groups"],
+        "mamba_d_state": config["ssm_state_size"],
+        "mamba_d_conv": config.get("conv_kernel", 4),
+        "mamba_conv_bias": config.get("use_conv_bias", True),
+        "mamba_proj_bias": config.get("use_bias", False),
+        "use_bias": False,
+    }
+    for index, kind in enumerate(config["hybrid_override_pattern"]):
+        layer: Shapes = {"norm.weight": (hidden,)}
+        if kind == "M":
+            branch = _mamba2_shapes(as_others)
+            layer |= {name.replace("mamba.", "mixer."): shape for name, shape in branch.items()}
+        elif kind == "*":
+            branch = _attention_shapes(as_others)
+            layer |= {name.replace("self_attn.", "mixer."): shape for name, shape in branch.items()}
+        elif kind == "-":
+            layer |= _ungated_shapes(
+                "mixer", hidden, config["intermediate_size"], config.get("mlp_bias", False)
+            )
+        else:
+            layer |= {
+                "mixer.gate.weight": (config["n_routed_experts"], hidden),
+                "mixer.gate.e_score_correction_bias": (config["n_routed_experts"],),
+                **_ungated_shapes(
+                    "mixer.shared_experts", hidden, config["moe_shared_expert_intermediate_size"]
+                ),
+            }
+            for expert in range(config["n_routed_experts"]):
+                layer |= _ungated_shapes(f"mixer.experts.{expert}", hidden, config["moe_intermediate_size"])
+        result |= {f"backbone.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return result
+
+
+def _ungated_shapes(module: str, hidden: int, size: int, bias: bool = False) -> Shapes:
+    return linear_shapes(f"{module}.up_proj", size, hidden, bias) | linear_shapes(
+        f"{module}.down_proj", hidden, size, bias
+    )
 
 
 def _mamba2_shapes(config: dict[str, Any]) -> Shapes:

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "ministral3": "mistral3",
     "mixtral": "llama",
+    "nemotron_h": "nemotron_h_moe",
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -112,7 +113,9 @@ def write_gguf(
     write_byte_level(
         writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
     )
-    tensors = stack_experts(load_file(checkpoint / "model.safetensors"), fuse_experts)
+    stored = load_file(checkpoint / "model.safetensors")
+    stored = {name.replace("backbone.", "model."): tensor for name, tensor in stored.items()}
+    tensors = stack_experts(stored, fuse_experts)
     if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
         tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
     for name, tensor in (tensors if join_qkvz else split_qkvz(tensors, config)).items():
@@ -197,7 +200,7 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     default_factor = DEFAULT_ROTARY_FACTORS.get(config["model_type"], 1.0)
     norm = "layer_norm" if config["model_type"] in LAYER_NORM_FAMILIES else "layer_norm_rms"
-    eps = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon")
+    eps = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     keys = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -232,6 +235,8 @@ def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of families whose layers have states."""
     family, types = config["model_type"], config.get("layer_types", [])
     kv_heads = config["num_key_value_heads"]
+    if family == "nemotron_h":
+        return _nemotron_h_keys(config)
     if family in MAMBA2_FAMILIES:
         return _mamba2_keys(config, [kv_heads * (item == "full_attention") for item in types])
     if family in LFM2_FAMILIES:
@@ -254,6 +259,32 @@ def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
     }
     return keys if family == "qwen3_next" else keys | {"rope.dimension_sections": [11, 11, 10, 0]}
+
+
+def _nemotron_h_keys(config: dict[str, Any]) -> dict[str, Any]:
+    pattern, is_moe = config["hybrid_override_pattern"], "E" in config["hybrid_override_pattern"]
+    size = config["moe_intermediate_size" if is_moe else "intermediate_size"]
+    keys = {
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "*") for kind in pattern],
+        "feed_forward_length": [size * (kind in "E-") for kind in pattern],
+        "ssm.conv_kernel": config.get("conv_kernel", 4),
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "rope.scaling.finetuned": False,
+    }
+    experts = {
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": 1,
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": 1,
+    }
+    return keys | (experts if is_moe else dict.fromkeys(experts))
 
 
 def _mamba2_keys(config: dict[str, Any], kv_heads: list[int]) -> dict[str, Any]:
@@ -288,10 +319,12 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
         keys["logit_scale"] = config["logit_scale"]
     if family == "cohere2":
         keys["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    if family in MOE_FAMILIES:
+    if family in MOE_FAMILIES and family != "nemotron_h":
         counts = ("num_experts", "num_local_experts", "n_routed_experts")
         keys["expert_count"] = next(config[key] for key in counts if key in config)
-        keys["expert_used_count"] = config.get("num_experts_per_tok") or config["moe_topk"][0]
+        keys["expert_used_count"] = (
+            config["moe_topk"][0] if "moe_topk" in config else config["num_experts_per_tok"]
+        )
         keys["expert_feed_forward_length"] = config.get("moe_intermediate_size")
         shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
         keys["expert_shared_feed_forward_length"] = next(
@@ -361,7 +394,7 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
         value = value + 1
     if family in ("gemma", "gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
         value = value + 1
-    if (family in PERMUTED_FAMILIES or family.startswith("granite")) and (
+    if (family in (*PERMUTED_FAMILIES, "nemotron_h") or family.startswith("granite")) and (
         ".q_proj." in name or ".k_proj." in name
     ):
         key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
@@ -381,8 +414,8 @@ def _to_state_layout(name: str, value: Tensor, config: dict[str, Any]) -> Tensor
     if config["model_type"] in MAMBA2_FAMILIES:
         if name.endswith(("A_log", ".D")):
             value = value[:, None]
-        elif name.endswith("mamba.norm.weight"):
-            value = value.view(config["mamba_n_groups"], -1)
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            value = value.view(config.get("mamba_n_groups") or config["n_groups"], -1)
     if config["model_type"] not in ("qwen3_5_text", "qwen3_5_moe_text") or ".linear_attn." not in name:
         return value
     groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]

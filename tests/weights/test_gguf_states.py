@@ -28,6 +28,13 @@ from tests.support.gguf_files import Kind, quantize, to_gguf_layout, write_gguf
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 WIDE_FAMILIES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        **WIDE,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 16,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+    },
     "falcon_h1": {
         **WIDE,
         "mamba_d_ssm": 256,
@@ -85,7 +92,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen35-tied": ("qwen3_5_text", {"tie_word_embeddings": True}, {"rope__dimension_sections": None}),
     "qwen35moe-fused-experts": ("qwen3_5_moe_text", {}, {"fuse_experts": True}),
     "qwen3next-joined": ("qwen3_next", {}, {"join_qkvz": True}),
-    "falcon-h1": ("falcon_h1", {}, {}),
+    "falcon-h1": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, {}),
+    "nemotron-h-moe": ("nemotron_h", {}, {}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "num_hidden_layers": 5,
+            "hybrid_override_pattern": "M-*M-",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+        {"architecture": "nemotron_h"},
+    ),
     "falcon-h1-biases": (
         "falcon_h1",
         {"mamba_conv_bias": False, "mamba_d_conv": 3, "tie_word_embeddings": True, "lm_head_multiplier": 2.0},
@@ -245,6 +264,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2_moe", {"leading_dense_block_count": 0}, "is 0, but tensor `blk.0.ffn_gate_inp.weight` is missing"),
     ("lfm2_moe", {"leading_dense_block_count": 2}, "is 2, but tensor `blk.1.ffn_up.weight` is missing"),
     ("lfm2_moe", {"feed_forward_length": 100}, "feed_forward_length` makes 100 rows of tensor `blk.0.ffn_up"),
+    ("nemotron_h", {"feed_forward_length": [0, 0, 48]}, "feed_forward_length` must be 5 whole numbers"),
+    ("nemotron_h", {"feed_forward_length": [0, 0, 48, 0, 0]}, "need tensor `blk.4.ssm_in.weight`, which is"),
+    ("nemotron_h", {"feed_forward_length": [0, 0, 48, 0, 96]}, "must be equal in all layers"),
+    ("nemotron_h", {"attention__head_count_kv": [0] * 5}, "must be a whole number of at least 1"),
+    ("nemotron_h", {"expert_count": 4}, "expert_count` makes 4 matrices of tensor `blk.2.ffn_up_exps"),
+    ("nemotron_h", {"expert_feed_forward_length": 64}, "makes 64 rows of tensor `blk.2.ffn_up_exps"),
+    ("nemotron_h", {"expert_group_count": 2}, "expert_group_count` must be 1 here"),
     ("falcon_h1", {"ssm__inner_size": 64}, "inner_size` makes 64 columns of tensor `blk.0.ssm_out.weight`"),
     ("falcon_h1", {"ssm__state_size": None}, "lacks `falcon-h1.ssm.state_size`"),
     ("granitemoehybrid", {"rope__scaling__finetuned": True}, "finetuned` must be false here"),

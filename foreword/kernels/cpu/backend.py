@@ -281,8 +281,10 @@ class CpuOps(NativeSampling, UnfusedOps):
         x.index_copy_(0, rows, values)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert weight.dtype == torch.float32 and weight.is_contiguous() and weight.shape == x.shape[-1:]
-        out, sizes = torch.empty(x.shape, dtype=x.dtype), (x[0].numel() // x.shape[-1], x.shape[-1])
+        assert weight.dtype == torch.float32 and weight.is_contiguous()
+        assert weight.shape == x.shape[x.dim() - weight.dim() :] and weight.dim() <= 2
+        heads, width = x[0].numel() // x.shape[-1], x.shape[-1]
+        out, sizes = torch.empty(x.shape, dtype=x.dtype), (heads, width, width * (weight.dim() - 1))
         address = weight.data_ptr()
         return self._execute(
             Opcode.RMS_NORM, (x,), out, target=address, keep_alive=weight, sizes=sizes, scalars=(eps,)

@@ -128,12 +128,13 @@ class Packer:
 def join_experts(
     gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None, scales: Tensor | None
 ) -> CpuExperts:
-    """Weights [2I, H] and [H, I] of each expert; bias, scales float32 [E]."""
+    """Weights [2I, H] or [I, H], and [H, I], of each expert; bias, scales float32 [E]."""
     vectors = [None if vector is None else vector.contiguous() for vector in (bias, scales)]
     given = [vector for vector in vectors if vector is not None]
     assert all(vector.dtype == torch.float32 and vector.shape == (len(down),) for vector in given)
     hidden, inner = gate_up[0].in_features, down[0].in_features
-    assert all((matrix.out_features, matrix.in_features) == (2 * inner, hidden) for matrix in gate_up)
+    assert all(matrix.in_features == hidden for matrix in gate_up)
+    assert {matrix.out_features for matrix in gate_up} in ({2 * inner}, {inner})
     assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
     assert len(gate_up) == len(down)
     if any(block.input_order is not None for matrix in (*gate_up, *down) for block in matrix.blocks):

@@ -143,15 +143,18 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         for expert in sorted(set(order.flatten().tolist())):
             rows, ranks = torch.nonzero(order == expert, as_tuple=True)
             inputs = x.index_select(0, rows)
-            outputs[rows, ranks] = self._run_expert(inputs, weights, expert, config.activation)
+            outputs[rows, ranks] = self._run_expert(inputs, weights, expert, config)
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for rank in range(config.top_k):
             result = result + outputs[:, rank] * shares[:, rank, None]
         return (result if add_to is None else result + add_to).to(x.dtype)
 
-    def _run_expert(self, x: Tensor, weights: ReferenceExperts, expert: int, activation: str) -> Tensor:
+    def _run_expert(self, x: Tensor, weights: ReferenceExperts, expert: int, config: ExpertsConfig) -> Tensor:
         """float32 [T, H]"""
-        inner = self.linear_gated_act(x, weights.gate_up[expert], activation)
+        if config.gated:
+            inner = self.linear_gated_act(x, weights.gate_up[expert], config.activation)
+        else:
+            inner = self.act(self.linear(x, weights.gate_up[expert]), config.activation)
         return self.linear(inner, weights.down[expert], torch.float32)
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:

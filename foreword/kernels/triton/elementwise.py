@@ -264,7 +264,7 @@ def embed_kernel(
 def _norm_kernel(
     x, weight, bias, out, num_rows, eps, outer, inner,
     ROWS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CENTERS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    CENTERS: tl.constexpr, HAS_BIAS: tl.constexpr, BY_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norm, or layer norm if it CENTERS. PDL: see launches_dependents().
 
@@ -274,7 +274,11 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     places = row // ROWS_INSIDE * outer + row % ROWS_INSIDE * inner
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    if BY_HEAD:
+        weights = weight + (row % ROWS_INSIDE * WIDTH)[:, None] + column[None, :]
+        scale = tl.load(weights, mask=inside, other=0.0)
+    else:
+        scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :]
     if HAS_BIAS:
         shift = tl.load(bias + column, mask=column < WIDTH, other=0.0)
     if PDL:
@@ -284,7 +288,7 @@ def _norm_kernel(
     if CENTERS:
         values = tl.where(inside, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
-    result = values * inverse[:, None] * scale[None, :]
+    result = values * inverse[:, None] * scale
     if HAS_BIAS:
         result += shift[None, :]
     tl.store(out + row[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -316,7 +320,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centers: b
     operands = x, weight, weight if bias is None else bias, out, num_rows, eps, x.stride(0), inner
     pdl = launches_dependents(x.device)
     shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block}
-    options = {"CENTERS": centers, "HAS_BIAS": bias is not None, "PDL": pdl}
+    options = {"CENTERS": centers, "HAS_BIAS": bias is not None, "BY_HEAD": weight.dim() == 2, "PDL": pdl}
     num_warps = min(max(rows * block // NORM_VALUES_PER_WARP, 1), NORM_MAX_WARPS)
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
         *operands, **shape, **options, num_warps=num_warps, enable_fp_fusion=False, launch_pdl=pdl

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foreword.kernels.ops import ExpertsConfig, PackedExperts, PackedLinear
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, PackedExperts, PackedLinear
+from foreword.kernels.triton.elementwise import act
 from foreword.kernels.triton.gemm_pack import PackedWeight, stack
 from foreword.kernels.triton.linear import RowGroups, TritonLinear
 from foreword.kernels.triton.variants import launches_dependents
@@ -86,8 +87,11 @@ class TritonExperts(TritonLinear):
             if tile_rows not in row_tiles:
                 row_tiles[tile_rows] = self._group(chosen, places, input_rows, config, tile_rows, pdl)
         groups = RowGroups(pairs, rows_per_expert, row_tiles, input_rows)
-        width = weights.gate_up.rows // 2
-        inner = self._launch_gemm(x, weights.gate_up, width, x.dtype, config.activation, None, groups)
+        width = weights.gate_up.rows // (1 + config.gated)
+        activation = config.activation if config.gated else None
+        inner = self._launch_gemm(x, weights.gate_up, width, x.dtype, activation, None, groups)
+        if not config.gated:
+            inner = act(inner, config.activation, NO_ALPHAS)
         groups = replace(groups, input_rows=None)
         outputs = self._launch_gemm(inner, weights.down, weights.down.rows, torch.float32, None, None, groups)
         _combine_kernel[(len(x), triton.cdiv(x.shape[1], COMBINE_BLOCK))](

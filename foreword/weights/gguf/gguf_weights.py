@@ -94,6 +94,8 @@ PERMUTED_QK_ARCHITECTURES = (
     "granitemoe",
     "llama",
     "mistral3",
+    "nemotron_h",
+    "nemotron_h_moe",
     "smollm3",
 )
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
@@ -105,6 +107,8 @@ MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
         "model.word_embeddings.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
+        "model.embeddings.weight": EMBEDDING_TENSOR,
+        "model.norm_f.weight": "output_norm.weight",
         "model.final_layernorm.weight": "output_norm.weight",
         "model.norm.bias": "output_norm.bias",
         "model.embedding_norm.weight": "token_embd_norm.weight",  # LFM2's last norm
@@ -137,6 +141,7 @@ EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
         "down_proj": "ffn_down_exps",
     }
 )
+MAMBA2_MODULES = ("mamba", "mixer")
 MAMBA2_TENSORS: Mapping[str, str] = MappingProxyType(
     {
         "in_proj": "ssm_in",
@@ -170,10 +175,21 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "linear_attn.dt": "ssm_dt",
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
-        **{f"mamba.{ours}": theirs for ours, theirs in MAMBA2_TENSORS.items()},
+        **{
+            f"{module}.{ours}": theirs for module in MAMBA2_MODULES for ours, theirs in MAMBA2_TENSORS.items()
+        },
+        "norm": "attn_norm",
+        **{f"mixer.{name}_proj": f"attn_{name}" for name in "qkv"},
+        "mixer.o_proj": "attn_output",
+        "mixer.gate": "ffn_gate_inp",
+        "mixer.gate.e_score_correction": "exp_probs_b",
+        **{
+            f"mixer.{part}{name}_proj": f"ffn_{name}{suffix}"
+            for part, suffix in (("", ""), ("experts.", "_exps"), ("shared_experts.", "_shexp"))
+            for name in ("up", "down")
+        },
     }
 )
-MAMBA2_MODULES = ("mamba",)
 # Without the usual suffix; the file has -exp(A_log).
 BARE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -455,7 +471,7 @@ class GGUFWeights:
         """Rows in the checkpoint's order; of q and k the two halves of each head, not interleaved."""
         if self._value_heads is not None:
             return self._value_heads.restore_rows(name, rows)
-        is_permuted = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
+        is_permuted = name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias"))
         if self._num_heads is None or not is_permuted:
             return rows
         return deinterleave_heads(rows, self._num_heads[".k_proj." in name])

@@ -21,9 +21,12 @@ from foreword.weights.gguf.metadata import (
 from foreword.weights.gguf.state_config import (
     DELTA_NET_ARCHITECTURES,
     LFM2_ARCHITECTURES,
+    NEMOTRON_H_ARCHITECTURES,
     ROUTED_ARCHITECTURES,
     STATE_ARCHITECTURES,
     falcon_h1_options,
+    nemotron_h_expert_options,
+    nemotron_h_options,
     read_attention_layers,
     read_kv_heads,
     read_num_dense_layers,
@@ -60,6 +63,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "minimax-m2": "minimax_m2",
         "mistral3": "mistral",  # ministral3 if it scales queries
         "nemotron": "nemotron",
+        "nemotron_h": "nemotron_h",
+        "nemotron_h_moe": "nemotron_h",
         "olmo2": "olmo2",  # olmo3 if it has a window
         "olmoe": "olmoe",
         "phi3": "phi3",
@@ -226,6 +231,8 @@ def _check_shape(metadata: MetadataReader) -> None:
     """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
     _check_outer_shape(metadata)
     _check_heads(metadata)
+    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+        return
     if _has_experts(metadata):
         _check_experts(metadata)
         return
@@ -266,6 +273,8 @@ def _check_experts(metadata: MetadataReader) -> None:
 
 def _read_intermediate_size(metadata: MetadataReader) -> int:
     """Intermediate size of an MLP, or of an expert in models without MLPs."""
+    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+        return 0  # differs by layer: see nemotron_h_options()
     if not _has_experts(metadata) or read_num_dense_layers(metadata):
         return metadata.get_int("feed_forward_length")
     size = metadata.get_int(_expert_size_key(metadata))
@@ -318,6 +327,8 @@ def _common_options(metadata: MetadataReader) -> Options:
     """Options of every family."""
     name = metadata.architecture
     eps_option = "norm_eps" if name in LFM2_ARCHITECTURES else LAYER_NORM_EPS.get(name, "rms_norm_eps")
+    if name in NEMOTRON_H_ARCHITECTURES:
+        eps_option = "layer_norm_epsilon"
     eps_key = "attention.layer_norm_epsilon" if name in LAYER_NORM_EPS else "attention.layer_norm_rms_epsilon"
     return {
         "model_type": _read_model_type(metadata),
@@ -355,6 +366,8 @@ def _majority_dtype(metadata: MetadataReader) -> str:
 
 def _expert_options(metadata: MetadataReader) -> Options:
     """The architecture fixes the router's rule; keys can only repeat it."""
+    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+        return nemotron_h_expert_options(metadata)
     if not _has_experts(metadata):
         for key in ("expert_count", "expert_used_count"):
             metadata.require_value(key, 0)
@@ -410,6 +423,8 @@ def _family_options(metadata: MetadataReader) -> Options:
     name = metadata.architecture
     if name.startswith("gemma") and name != "gemma":
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
+    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+        return nemotron_h_options(metadata)
     if metadata.architecture == "falcon-h1":
         return falcon_h1_options(metadata)
     if metadata.architecture == "granitehybrid":

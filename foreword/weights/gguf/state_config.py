@@ -13,11 +13,14 @@ LFM2_ARCHITECTURES = ("lfm2", "lfm2moe")
 DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
 MAMBA2_ARCHITECTURES = ("granitehybrid",)
 ROUTED_ARCHITECTURES = ("bailingmoe2", "dots1", "glm4moe")  # experts as in DeepSeek-V3
-MTP_ARCHITECTURES = (*DELTA_NET_ARCHITECTURES, "bailingmoe2", "glm4moe")
+NEMOTRON_H_ARCHITECTURES = ("nemotron_h", "nemotron_h_moe")
+MTP_ARCHITECTURES = (*DELTA_NET_ARCHITECTURES, *NEMOTRON_H_ARCHITECTURES, "bailingmoe2", "glm4moe")
 STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
 INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
 MAX_MROPE_SECTIONS = 4
 KV_HEADS, DENSE_LAYERS = "attention.head_count_kv", "leading_dense_block_count"
+FEED_FORWARD, SIGMOID_GATING = "feed_forward_length", 2
+PATTERN_TENSORS = {"M": "ssm_in", "*": "attn_k", "-": "ffn_up", "E": "ffn_gate_inp"}
 RECURRENT_LAYERS = "attention.recurrent_layers"
 
 
@@ -45,7 +48,8 @@ def split_mtp_head(gguf: GGUFFile) -> tuple[GGUFFile, int]:
 def read_kv_heads(metadata: MetadataReader) -> int:
     """Heads of keys and values. LFM2 and Mamba-2 hybrids have one number per layer, 0 for a state."""
     counts: list[int] | int | None = metadata.get(KV_HEADS, None)
-    has_counts = metadata.architecture in (*LFM2_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
+    by_layer = (*LFM2_ARCHITECTURES, *MAMBA2_ARCHITECTURES, *NEMOTRON_H_ARCHITECTURES)
+    has_counts = metadata.architecture in by_layer
     if not has_counts or not isinstance(counts, list):
         return metadata.get_int(KV_HEADS, metadata.get_int("attention.head_count"))
     blocks = metadata.get_int("block_count")
@@ -59,6 +63,8 @@ def read_kv_heads(metadata: MetadataReader) -> int:
 def read_attention_layers(metadata: MetadataReader) -> list[bool]:
     """Whether each layer has attention, not a state; compared with the layers' tensors."""
     num_layers = read_num_layers(metadata)
+    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+        return [kind == "*" for kind in read_pattern(metadata)]
     if metadata.architecture not in STATE_ARCHITECTURES:
         return [True] * num_layers
     key, flags = _read_layer_flags(metadata, num_layers)
@@ -135,6 +141,76 @@ def _granite_options(metadata: MetadataReader, flags: list[bool]) -> dict[str, A
         **_mamba2_options(metadata, block),
         "layer_types": ["full_attention" if has_attention else "linear_attention" for has_attention in flags],
         "attention_bias": f"blk.{flags.index(True)}.attn_q.bias" in metadata.tensors,
+    }
+
+
+def read_pattern(metadata: MetadataReader) -> str:
+    """Nemotron-H's layers, as in `hybrid_override_pattern`; compared with the layers' tensors."""
+    num_layers, is_moe = read_num_layers(metadata), metadata.architecture == "nemotron_h_moe"
+    read_kv_heads(metadata)
+    heads, sizes = _read_by_block(metadata, KV_HEADS), _read_by_block(metadata, FEED_FORWARD)
+    if len({*sizes} - {0}) > 1:
+        raise metadata.error(FEED_FORWARD, "must be equal in all layers that have an MLP or experts")
+    pattern = ""
+    for layer, (count, size) in enumerate(zip(heads, sizes, strict=True)):
+        pattern += "*" if count else ("-E"[is_moe] if size else "M")
+        tensor = f"blk.{layer}.{PATTERN_TENSORS[pattern[-1]]}.weight"
+        if layer < num_layers and tensor not in metadata.tensors:
+            raise metadata.error(KV_HEADS, f"and {FEED_FORWARD} need tensor `{tensor}`, which is missing")
+    if "*" not in pattern[:num_layers]:
+        raise metadata.error(KV_HEADS, f"leaves none of {num_layers} layers with attention")
+    return pattern[:num_layers]
+
+
+def _read_by_block(metadata: MetadataReader, key: str) -> list[int]:
+    value, blocks = metadata.get(key), metadata.get_int("block_count")
+    values = value if isinstance(value, list) else [value] * blocks  # equal ones are collapsed
+    if len(values) != blocks or not all(type(each) is int and 0 <= each <= MAX_INT for each in values):
+        raise metadata.error(key, f"must be {blocks} whole numbers, got {value!s:.60}")
+    return values
+
+
+def nemotron_h_options(metadata: MetadataReader) -> dict[str, Any]:
+    """Layers, the shape of states, and biases by the first tensor of their kind."""
+    pattern = read_pattern(metadata)
+    block = {kind: f"blk.{pattern.find(kind)}" for kind in "M-"}
+    shape = _read_ssm_shape(metadata, block["M"] if "M" in pattern else None)
+    names = ("conv_kernel", "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim")
+    biases = {
+        "use_conv_bias": f"{block['M']}.ssm_conv1d.bias",
+        "use_bias": f"{block['M']}.ssm_in.bias",
+        "mlp_bias": f"{block['-']}.ffn_up.bias",
+    }
+    return {
+        **dict(zip(names, shape, strict=True)),
+        **{option: tensor in metadata.tensors for option, tensor in biases.items()},
+        "hybrid_override_pattern": pattern,
+        "intermediate_size": max(1, *_read_by_block(metadata, FEED_FORWARD)),
+        "mlp_hidden_act": "relu2",
+    }
+
+
+def nemotron_h_expert_options(metadata: MetadataReader) -> dict[str, Any]:
+    """Sizes of experts are compared with their tensors."""
+    if metadata.architecture != "nemotron_h_moe":
+        return {}
+    metadata.require_value("expert_gating_func", SIGMOID_GATING)
+    metadata.require_value("expert_group_count", 1)
+    metadata.require_value("expert_group_used_count", 1)
+    metadata.ignore("expert_shared_count")
+    count, pattern = metadata.get_int("expert_count"), read_pattern(metadata)
+    if "E" in pattern:
+        experts = f"blk.{pattern.index('E')}.ffn_up_exps.weight"
+        metadata.check_dimension("expert_count", experts, 0, count, 3)
+        size = metadata.get_int("expert_feed_forward_length")
+        metadata.check_dimension("expert_feed_forward_length", experts, 1, size, 3)
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": metadata.get_int("expert_used_count"),
+        "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
+        "routed_scaling_factor": metadata.get_float("expert_weights_scale", 1.0),
     }
 
 

@@ -51,7 +51,7 @@ class QuantizedWeights(SafetensorsWeights):
         suffixes = {module: self._stored_values(module + WEIGHT) for module in sorted(modules)}
         quantized = [module for module, suffix in suffixes.items() if suffix is not None]
         for module in quantized:
-            if module.endswith("embed_tokens"):
+            if module.endswith(("embed_tokens", "embeddings")):
                 problem = "is of a quantized embedding, which is not supported"
                 raise self._error(f"{module}.{suffixes[module]}", problem)
         self._schemes = quantization.schemes(quantized)  # by module

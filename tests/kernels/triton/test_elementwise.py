@@ -123,9 +123,10 @@ def test_rms_norm_matches_reference(rows: int, inside: int | None, width: int, d
     x = x if inside is None else x[:, 1:-1]
     weight = torch.randn(width)
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding
-    )
+    for each in (weight, *([] if inside is None else [torch.randn(inside, width)])):
+        torch.testing.assert_close(
+            rms_norm(x, each, 1e-5), ReferenceOps().rms_norm(x, each, 1e-5), atol=rounding, rtol=rounding
+        )
 
 
 @pytest.mark.parametrize("width", [1, 40, 64, 300, 5000])
@@ -186,7 +187,7 @@ def test_norms_compile_without_spilling(centers: bool) -> None:
                 "foreword.kernels.triton.elementwise:_norm_kernel",
                 arguments,
                 {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block}
-                | {"CENTERS": centers, "HAS_BIAS": centers, "PDL": capability == 90},
+                | {"CENTERS": centers, "HAS_BIAS": centers, "BY_HEAD": not centers, "PDL": capability == 90},
                 capability,
                 num_warps=warps,
                 enable_fp_fusion=False,

@@ -52,7 +52,7 @@ def pack(
 
     experts = range(0, 10 * config.num_experts, 10)
     return ops.pack_experts(
-        [layer(expert, 2 * inner, hidden) for expert in experts],
+        [layer(expert, (1 + config.gated) * inner, hidden) for expert in experts],
         [layer(expert + 5, hidden, inner) for expert in experts],
         scales=normal(config.num_experts, seed=7) if scaled else None,
     )
@@ -79,14 +79,16 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
     has_residual=st.booleans(),
     scoring=st.sampled_from(["softmax", "sigmoid"]),
     scaled=st.booleans(),
+    gated=st.booleans(),
 )
 def test_experts_match_reference(
-    sizes, groups, rows, shape, renormalize, activation, kind, bias, has_residual, scoring, scaled
+    sizes, groups, rows, shape, renormalize, activation, kind, bias, has_residual, scoring, scaled, gated
 ) -> None:
+    activation = activation if gated else "relu2"
     fits = sizes[0] % groups[0] == 0 and sizes[1] <= sizes[0] // groups[0] * groups[1]
     scale = 1.0 if scoring == "softmax" else 1.7
     rule = (renormalize, activation, scoring, scale)
-    config = ExpertsConfig(*sizes, *rule, *(groups if fits else (1, 1)))
+    config = ExpertsConfig(*sizes, *rule, *(groups if fits else (1, 1)), gated=gated)
     hidden, inner = shape
     x, logits = normal(rows, hidden, seed=1), normal(rows, config.num_experts, seed=2) * 2
     residual = normal(rows, hidden, seed=3) if has_residual else None

@@ -53,11 +53,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip-head": ("llava_siglip", {"vision_config": {"vision_use_head": True}}),
     "siglip-without-first": ("llava_siglip", {"vision_feature_select_strategy": "default"}),
     # LLaVA of transformers bypasses Falcon-H1's multipliers of embeddings and logits, and has no per-layer
-    # embeddings of images
+    # embeddings of images; Nemotron-H's tensors have a prefix of their own
     **{
         f"llava-{text}": ("llava", {"text": text})
         for text in ARCHITECTURES
-        if text not in ("falcon_h1", "gemma4_text")
+        if text not in ("falcon_h1", "gemma4_text", "nemotron_h")
     },
 }
 

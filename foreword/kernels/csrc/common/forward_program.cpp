@@ -255,10 +255,10 @@ private:
             std::memcpy(to.data + r * to.stride, from.data + numbers[r] * from.stride, c.sizes[0]);
     }
 
-    // in: x; object: weight; sizes: heads, width; numbers: eps
+    // in: x; object: weight; sizes: heads, width, stride of the weight; numbers: eps
     void rms_norm(const Instruction& c) {
         const auto* weight = static_cast<const float*>(c.object);
-        cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
+        cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c), c.sizes[2]});
     }
 
     // in: x; object: NormVectors; sizes: heads, width; numbers: eps

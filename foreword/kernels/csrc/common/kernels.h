@@ -94,6 +94,7 @@ struct RmsNormArgs {
     Type type;
     RowView x, y;
     int64_t heads, width, rows;
+    int64_t weight_stride = 0;  // between the weights of two heads; 0: one for all
 };
 
 // y = (x - mean) / sqrt(variance + eps) * weight + bias, else as RmsNormArgs; bias float32 [width] or null.

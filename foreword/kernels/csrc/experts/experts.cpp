@@ -273,7 +273,10 @@ private:
 
     void activate(const Unit& unit, int thread) const {
         const RowView rows = inner(unit.first);
-        row_kernels(isa_).gated_act_alone({args_.activation, args_.type, rows, rows, experts_.inner, unit.rows});
+        int64_t columns = 0;
+        for (const Weight& weight : blocks_of(experts_, GATE_UP, unit.expert)) columns += weight.n;
+        const bool has_up = columns > experts_.inner;
+        row_kernels(isa_).gated_act_alone({args_.activation, args_.type, rows, rows, experts_.inner, unit.rows, has_up});
         lay_out(unit, DOWN, thread);
     }
 

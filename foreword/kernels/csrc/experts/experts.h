@@ -15,7 +15,7 @@ struct ExpertMatrices {
 
 struct Experts {
     int64_t count, hidden, inner;
-    ExpertMatrices gate_up;  // [2 * inner, hidden]
+    ExpertMatrices gate_up;  // [2 * inner, hidden], or without gates [inner, hidden]
     ExpertMatrices down;     // [hidden, inner]
     const float* bias;       // [count] or null, of ExpertsArgs::sigmoid
     const float* scales;     // [count] or null: of the experts' factors
