@@ -451,7 +451,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
     (SMALL, "model", "t5", "'t5' is not supported; known: gemma4, gpt2, llama"),
     (SMALL, "model", 7, "must be of type str, got 7"),
     (SMALL, "pre", None, "`tokenizer.ggml.pre` is missing"),
-    (SMALL, "pre", "default", "'default' is not supported; known: dbrx, "),
+    (SMALL, "pre", "default", "'default' is not supported; known: bailingmoe, "),
     (SMALL, "tokens", None, "`tokenizer.ggml.tokens` must be a list of texts"),
     (SMALL, "tokens", [1, 2, 3, 4], "must be a list of texts"),
     (SMALL, "tokens", ["a", "b", "ab", "a"], "holds 'a' twice, as 0 and 3"),

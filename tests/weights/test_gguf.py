@@ -485,8 +485,8 @@ def test_unsupported_keys_of_families_are_named(
     ("architecture", "expected_message"),
     [
         *(
-            (name, f"'{name}' is not supported.*; known: ernie4_5, .*gemma3, .*llama")
-            for name in ("gemma", "qwen2vl", "mamba")
+            (name, f"'{name}' is not supported.*; known: arcee, .*gemma3, .*llama")
+            for name in ("gemma3n", "qwen2vl", "mamba")
         ),
         (
             "clip",
