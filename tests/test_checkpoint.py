@@ -95,7 +95,10 @@ def test_families_with_states_are_known_by_their_model_type(tmp_path: Path) -> N
         ("bert", "it is an encoder, .* foreword serve --embedding-model PATH"),
         ("xlm-roberta", "it is an encoder"),
         ("gemma3", "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file"),
-        ("deepseek_v3", "it needs multi-head latent attention .*; its distillations on Qwen and Llama run"),
+        ("deepseek_v32", "it needs a sparse indexer; deepseek_v2 and deepseek_v3 run"),
+        ("kimi_linear", "it needs Mamba, RWKV or other recurrent layers"),
+        ("kimi_k25", "it needs another vision encoder"),
+        ("glm5_next", "it needs a sparse indexer; glm4_moe_lite runs"),
         ("lfm2_vl", "it needs another vision encoder; .*lfm2 runs"),
         (
             "bamba",

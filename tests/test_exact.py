@@ -42,7 +42,7 @@ from tests.support.kernel_rows import RowDependentOps
 from tests.support.quantized_checkpoints import write_quantized
 
 MAX_MODEL_LEN = 127  # one below a block boundary
-QUICK_FAMILIES = ("llama", "gpt_oss", "qwen3_5_text")
+QUICK_FAMILIES = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"gemma4-experts": ("gemma4_text", gemma4.EXPERTS)}
 
 SETTINGS: dict[str, tuple[Any, ...]] = {

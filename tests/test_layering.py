@@ -240,7 +240,7 @@ SHARED_BEHAVIOUR = {
     "engine_client": {"adapters", "images"},
     "fleet": {"several_models"},
     "kernels": {"count_accepted", "varlen_attention"},  # operations that several backends have
-    "kernels/triton": {"compiling", "float8", "graphs", "interpreted"},
+    "kernels/triton": {"compiling", "float8", "graphs", "interpreted", "latent"},
     "models": {"families"},
     "models/vision": {"qwen", "qwen_bits"},
     "server": {

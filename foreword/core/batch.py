@@ -245,6 +245,8 @@ class KVLayer:
     """K and V of one layer, each [S, Hk, D].
 
     int8 and float8_e4m3fn have a scale for each slot and head: the vector's largest magnitude / 127 or / 448.
+    With latent attention Hk is 1, and V [S, 1, Dv] is a view of the first Dv values of K: v_scale is theirs,
+    and k_scale that of K's other values.
     """
 
     k: Tensor
@@ -253,8 +255,19 @@ class KVLayer:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.k.shape == self.v.shape and self.k.dtype == self.v.dtype
+        assert self.k.shape[:2] == self.v.shape[:2] and self.k.dtype == self.v.dtype
+        assert not self.is_latent or (self.k.shape[1] == 1 and self.k.data_ptr() == self.v.data_ptr())
         assert (self.k_scale is None) == (self.v_scale is None)
+
+    @property
+    def is_latent(self) -> bool:
+        """V is a view of K."""
+        return self.v.shape[2] != self.k.shape[2]
+
+    @property
+    def own_keys(self) -> Tensor:
+        """The values of K that are none of V: [S, Hk, D], or [S, 1, D - Dv] with latent attention."""
+        return self.k[..., self.v.shape[2] :] if self.is_latent else self.k
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +292,12 @@ class KVShape(NamedTuple):
     heads: int  # Hk
     head_dim: int  # D
     source: int | None = None  # earlier layer whose K and V this one reads; None: it has its own
+    latent_dim: int | None = None  # Dv of latent attention, whose V is a view of K
 
     @property
     def values_per_token(self) -> int:
         """Values in the KV cache."""
-        return self.vectors_per_token * self.head_dim
+        return self.vectors_per_token * self.head_dim // (1 if self.latent_dim is None else 2)
 
     @property
     def vectors_per_token(self) -> int:

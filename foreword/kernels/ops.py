@@ -20,6 +20,7 @@ from foreword.core.batch import Batch, KVLayer, StateLayer
 NO_ALPHAS = (0.0, 0.0)  # of an activation without parameters
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
+PackedHeads = Any  # result of pack_heads() of the same backend
 AttentionMetadata = Any  # result of build_attention_metadata() of the same backend
 
 
@@ -253,6 +254,15 @@ class Ops(Protocol):
         expert's weights are read once for all its rows.
         """
 
+    def pack_heads(self, heads: Sequence[PackedLinear]) -> PackedHeads:
+        """Weights [N, K] of each head, of one format; the parts may be moved."""
+
+    def linear_by_head(self, x: Tensor, weights: PackedHeads, append: Tensor | None = None) -> Tensor:
+        """x [T, heads, K] -> [T, heads, N]: linear() with the weight of each head; then append [T, heads, A].
+
+        The result is [T, heads, N + A] with `append`, whose values are copied.
+        """
+
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, H] * sigmoid(gate), gate [T, 1], computed in float32."""
 
@@ -380,10 +390,13 @@ class Ops(Protocol):
         cache: KVLayer,
         slots: Tensor,
     ) -> Tensor:
-        """Return rope() of q [T, Hq, D]; write_kv() of rope() of k [T, Hk, D] and of v."""
+        """Return rope() of q [T, Hq, D]; write_kv() of rope() of k and of v."""
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        """Write k, v [T, Hk, D] into the cache at slots [T]."""
+        """Write k, v [T, Hk, D] into the cache at slots [T].
+
+        With latent attention v is [T, 1, Dv], and k [T, 1, D - Dv] has the other values of K.
+        """
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> AttentionMetadata:
         """The part of attention that all layers with this window share in one forward pass."""
@@ -399,7 +412,7 @@ class Ops(Protocol):
         metadata: AttentionMetadata | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq, D]; padding rows yield zeros.
+        """q [T, Hq, D] -> [T, Hq, D], or [T, Hq, Dv] with latent attention; padding rows yield zeros.
 
         Row t attends to the positions of its own request in (positions[t] - window, positions[t]]; scores are
         capped to softcap * tanh(s / softcap). `metadata` is build_attention_metadata(batch, window).
@@ -504,33 +517,3 @@ class Ops(Protocol):
         self, logits: Tensor, seeds: array[int], positions: array[int], greedy: array[int]
     ) -> list[int]:
         """sample() with parameters from the host (array codes Q, q and B), and the ids there."""
-
-
-class UnfusedOps:
-    """Mixin: fused operations as sequences of others, for backends without fused kernels or a compiler."""
-
-    def precompile(
-        self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        pass
-
-    def set_threads(self, num_threads: int) -> None:
-        pass
-
-    def linear_gated_act(self: Ops, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
-        return self.gated_act(self.linear(x, weight), activation)
-
-    def rope_and_cache(
-        self: Ops,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        mrope_sections: MRopeSections | None,
-        cache: KVLayer,
-        slots: Tensor,
-    ) -> Tensor:
-        rotated = self.rope(q, cos_sin, positions, mrope_sections)
-        self.write_kv(self.rope(k, cos_sin, positions, mrope_sections), v, cache, slots)
-        return rotated

@@ -6,12 +6,12 @@ The native kernels multiply with exactly these values; tests demand equality.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import Float8Blocks, GroupedInts, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 
 MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse would overflow
 INT4_GROUP = 32
@@ -47,6 +47,20 @@ QUANT_BLOCKS = {
 # Values of the 16 codes of 4 bits; those of FP4 are doubled.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def slice_rows(matrix: Matrix, rows: slice) -> Matrix:
+    """Rows of a matrix [N, K], without a copy but of scales."""
+    if isinstance(matrix, Tensor):
+        return matrix[rows]
+    if isinstance(matrix, QuantizedBlocks):
+        return replace(matrix, data=matrix.data[rows])
+    if isinstance(matrix, GroupedInts):
+        values, scales, zeros = matrix.values[rows], matrix.scales[rows], matrix.zeros[rows]
+        return replace(matrix, values=values, scales=scales, zeros=zeros)
+    height, width = matrix.block_shape
+    scales = matrix.scales.repeat_interleave(height, 0)[rows]
+    return Float8Blocks(matrix.values[rows], scales[: len(matrix.values[rows])], (1, width))
 
 
 def dequantize(matrix: QuantizedBlocks | GroupedInts | Float8Blocks) -> Tensor:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import CacheShape, HybridLayer, HybridShape, KVLayer, LayerCache, StateLayer
+from foreword.core.batch import (
+    CacheShape,
+    HybridLayer,
+    HybridShape,
+    KVLayer,
+    KVShape,
+    LayerCache,
+    StateLayer,
+)
 from foreword.core.states import NO_STATES, StateShape, StateSizes
 from foreword.utils.mapped_memory import HugePages
 
@@ -44,7 +52,7 @@ class KVStorage:
             if isinstance(shape, HybridShape):
                 kv, state = shape
                 hybrid = HybridLayer(
-                    None if kv is None else self._make_layer((slots, kv.heads, kv.head_dim), stored),
+                    None if kv is None else self._make_layer(slots, kv, stored),
                     None if state is None else self._make_state_layer(state, states, state_dtype),
                 )
                 self._layers.append(hybrid)
@@ -54,24 +62,30 @@ class KVStorage:
                 assert layers[shape.source] == shape._replace(source=None)
                 self._layers.append(self._layers[shape.source])
             else:
-                self._layers.append(self._make_layer((slots, shape.heads, shape.head_dim), stored))
+                self._layers.append(self._make_layer(slots, shape, stored))
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
 
     @property
     def nbytes(self) -> int:
+        """V of latent attention is a view of K."""
         own = {id(layer): layer for layer in self._layers}.values()
         parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
-        values = (getattr(part, name) for part in parts if part is not None for name in part.__slots__)
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        values = [getattr(part, name) for part in parts if part is not None for name in part.__slots__]
+        sizes: dict[int, int] = {}
+        for value in values:
+            if isinstance(value, Tensor):
+                sizes[value.data_ptr()] = max(value.nbytes, sizes.get(value.data_ptr(), 0))
+        return sum(sizes.values())
 
-    def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
-        """shape  (S, Hk, D): slots, KV heads, head dimension"""
-        k, v = self._zeros(shape, dtype), self._zeros(shape, dtype)
+    def _make_layer(self, slots: int, shape: KVShape, dtype: torch.dtype) -> KVLayer:
+        size = slots, shape.heads, shape.head_dim
+        k = self._zeros(size, dtype)
+        v = self._zeros(size, dtype) if shape.latent_dim is None else k[..., : shape.latent_dim]
         if dtype not in SCALED_DTYPES:
             return KVLayer(k, v)
-        return KVLayer(k, v, self._zeros(shape[:2], torch.float32), self._zeros(shape[:2], torch.float32))
+        return KVLayer(k, v, self._zeros(size[:2], torch.float32), self._zeros(size[:2], torch.float32))
 
     def _make_state_layer(self, shape: StateShape, sizes: StateSizes, dtype: torch.dtype) -> StateLayer:
         rows, anchors = (sizes.num_slots, shape.ring_size(sizes.max_rows)), sizes.num_anchors

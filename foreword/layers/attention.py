@@ -40,6 +40,7 @@ class ForwardContext:
     positions: Tensor
     mrope_sections: MRopeSections | None = None
     per_layer_inputs: Tensor | None = None  # [T, L * P], see PerLayerEmbedding
+    query_scale: Tensor | None = None  # as in Rope
 
 
 class Attention:

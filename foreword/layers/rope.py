@@ -50,8 +50,9 @@ NO_ROPE = RopeConfig("linear", theta=10000.0, rotary_dim=2, factor=math.inf)
 class Rope:
     """cos_sin float32 [max_len, D_rot]: cosines of D_rot / 2 angles of each position, then their sines.
 
-    query_cos_sin is that of queries: the same tensor, unless they are scaled by their position. `digest`
-    is that of all that max_len changes, besides the number of rows.
+    query_cos_sin is that of queries: the same tensor, unless they are scaled by their position. query_scale
+    float32 [max_len, 2] is then the scale and 0: the rotation of any two values that scales them. `digest` is
+    that of all that max_len changes, besides the number of rows.
     """
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
@@ -61,9 +62,13 @@ class Rope:
         angles = positions * inverse
         cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), -1)
         self.cos_sin = self.query_cos_sin = cos_sin.to(device)
+        self.query_scale: Tensor | None = None
         if config.query_beta and max_len > config.original_max_position:
-            lengths = torch.floor(positions / config.original_max_position)
-            self.query_cos_sin = (cos_sin * (1 + config.query_beta * lengths.log1p())).to(device)
+            scale_by_position = (
+                1 + config.query_beta * torch.floor(positions / config.original_max_position).log1p()
+            )
+            self.query_cos_sin = (cos_sin * scale_by_position).to(device)
+            self.query_scale = torch.cat((scale_by_position, torch.zeros_like(positions)), -1).to(device)
 
 
 def rope_frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:

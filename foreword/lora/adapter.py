@@ -42,6 +42,7 @@ READ_BYTES = 1 << 20
 REASONS = (
     ("lm_head", "the head is shared by all rows"),
     ("embed_tokens", "the embedding is shared by all rows"),
+    ("kv_b_proj", "latent attention multiplies queries and outputs by it, where it has no adapters yet"),
     ("experts", "experts' weights have no adapters yet"),
     ("visual", "the vision encoder has no adapters"),
     ("vision", "the vision encoder has no adapters"),

@@ -11,6 +11,8 @@ from foreword.models.bailing_moe import BailingMoe
 from foreword.models.cohere2 import Cohere, Cohere2, Cohere2Moe
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
+from foreword.models.deepseek_v2 import DeepseekV2
+from foreword.models.deepseek_v3 import DeepseekV3
 from foreword.models.dots1 import Dots1
 from foreword.models.ernie4_5 import Ernie45
 from foreword.models.exaone4 import Exaone4
@@ -21,6 +23,7 @@ from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.gemma4 import Gemma4, Gemma4Unified
 from foreword.models.glm4 import Glm, Glm4
 from foreword.models.glm4_moe import Glm4Moe, SolarOpen
+from foreword.models.glm4_moe_lite import Glm4MoeLite
 from foreword.models.gpt_oss import GptOss
 from foreword.models.granite import Granite, GraniteSwa
 from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
@@ -34,6 +37,7 @@ from foreword.models.mellum import Mellum
 from foreword.models.minimax_m2 import MiniMaxM2
 from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
+from foreword.models.mistral4 import Mistral4
 from foreword.models.mixtral import Mixtral
 from foreword.models.nemotron import Arcee, Nemotron
 from foreword.models.nemotron_h import NemotronH
@@ -65,6 +69,8 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "cohere2": Cohere2,
         "cohere2_moe": Cohere2Moe,
         "dots1": Dots1,
+        "deepseek_v2": DeepseekV2,
+        "deepseek_v3": DeepseekV3,
         "ernie4_5": Ernie45,
         "exaone4": Exaone4,
         "exaone_moe": ExaoneMoe,
@@ -77,6 +83,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "glm": Glm,
         "glm4": Glm4,
         "glm4_moe": Glm4Moe,
+        "glm4_moe_lite": Glm4MoeLite,
         "gpt_oss": GptOss,
         "granite": Granite,
         "granite_swa": GraniteSwa,
@@ -93,6 +100,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "ministral": Mistral,
         "ministral3": Ministral3,
         "mistral": Mistral,
+        "mistral4": Mistral4,
         "mixtral": Mixtral,
         "nemotron": Nemotron,
         "nemotron_h": NemotronH,
@@ -117,9 +125,14 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 )
 
 
+ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})  # names of the same type
+
+
 def read_decoder(reader: ConfigReader, default: str | None = None) -> tuple[type[Decoder], DecoderConfig]:
     """Read a decoder's config strictly; `default` is its model_type if missing. Raises CheckpointError."""
     model_type = reader.get("model_type", *([] if default is None else [default]))
+    if isinstance(model_type, str):
+        model_type = ALIASES.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         problem = f"model_type {model_type!r:.80} is not supported{describe_checkpoint(str(model_type))}"

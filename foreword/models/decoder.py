@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -16,6 +17,7 @@ from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import NO_ALPHAS, AttentionMetadata, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
+from foreword.layers.latent_attention import LatentAttention
 from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits, deinterleaved_order, split_order
 from foreword.layers.mlp import MLP, MoE, SharedExpert, UngatedMLP
@@ -28,6 +30,7 @@ from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.expert_weights import MoEConfig, load_experts
 from foreword.models.image_forward import with_images
 from foreword.models.interfaces import KVCache, Precision, VisionEncoder
+from foreword.models.latent_weights import load_latent_attention
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 from foreword.weights.renamed_weights import ReorderedWeights, ScaledWeights, rows_of_scale
@@ -146,6 +149,11 @@ class LayerBuilder:
             k_eq_v=layer_type.k_eq_v,
             has_gate=config.attn_gate,
         )
+
+    def latent_attention(self, name: str) -> LatentAttention:
+        """Multi-head latent attention."""
+        weights, make_linear = self._weights.prefixed(f"{name}."), partial(self._linear, name)
+        return load_latent_attention(self.ops, self._config, self._precision, weights, make_linear)
 
     def short_conv(self, name: str) -> ShortConv:
         """`in_proj` yields b, c and x; `conv.weight` is [H, 1, K]."""
@@ -535,4 +543,4 @@ class Decoder(ABC):
         assert positions is not None, "batch without M-RoPE positions"
         rope = self._ropes[layer_type.rope]
         tables = rope.cos_sin, rope.query_cos_sin
-        return ForwardContext(batch, *tables, metadata, positions, sections, inputs)
+        return ForwardContext(batch, *tables, metadata, positions, sections, inputs, rope.query_scale)

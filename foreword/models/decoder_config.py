@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from foreword.core.batch import CacheShape, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.kernels.ops import ExpertsConfig, MRopeSections
+from foreword.layers.latent_attention import LatentShape
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
 from foreword.layers.states import Mamba2Config
 from foreword.models.expert_weights import ExpertNames, MoEConfig
@@ -98,6 +99,7 @@ class DecoderConfig:
     row_scales: Mapping[str, RowScale] = field(default_factory=dict)  # of a layer's tensors: ScaledWeights
     takes_lora: bool = True  # False where the files have scaled weights, without the scales
     moe: MoEConfig | None = None
+    latent: LatentShape | None = None  # of latent attention, in all layers
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -353,17 +355,24 @@ def read_local_and_global_rope(
     )
 
 
-def read_query_scaled_rope(config: ConfigReader, head_dim: int, context_length: int) -> RopeConfig:
-    """YaRN with `llama_4_scaling_beta`, the growth of queries with their position."""
+def read_query_scaled_rope(
+    config: ConfigReader, head_dim: int, context_length: int, rotary_dim: int | None = None
+) -> RopeConfig:
+    """YaRN with `llama_4_scaling_beta`, the growth of queries with their position.
+
+    rotary_dim  rotated values of a head; None: all
+    """
+    rotary_dim = rotary_dim or head_dim
     options = config.get_section("rope_parameters") or config.get_section("rope_scaling")
     if options is None:
         raise config.error("rope_parameters", "is missing")
     options.require_value("max_position_embeddings", context_length)
     beta = options.get_float("llama_4_scaling_beta")
     theta = config.get_float("rope_theta", 10000.0)
-    rope = read_rope_section(options, head_dim, context_length, theta)
-    if rope.rope_type != "yarn" or rope.rotary_dim != head_dim:
-        raise options.error("rope_type", "must be yarn here, with all values of a head rotated")
+    rope = read_rope_section(options, head_dim, context_length, theta, rotary_dim / head_dim)
+    if rope.rope_type != "yarn" or rope.rotary_dim != rotary_dim:
+        problem = f"must be yarn here, with {rotary_dim} of the {head_dim} values of a head rotated"
+        raise options.error("rope_type", problem)
     return replace(rope, query_beta=beta)
 
 

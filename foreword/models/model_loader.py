@@ -14,7 +14,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLimits
 from foreword.layers.weights import Weights
-from foreword.models.architectures import ARCHITECTURES, read_decoder
+from foreword.models.architectures import ALIASES, ARCHITECTURES, read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Model, Precision
@@ -364,8 +364,8 @@ def _open_gguf(path: Path) -> _GGUFModel:
 
 def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     model_type = reader.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
+    if not isinstance(model_type, str) or model_type not in {**ARCHITECTURES, **ALIASES}:
+        known = ", ".join(sorted((*ARCHITECTURES, *ALIASES, *VISION_MODELS)))
         remote = "; the code in `auto_map` is not run: no code of a checkpoint is"
         reason = describe_checkpoint(str(model_type)) or (remote if "auto_map" in reader else "")
         problem = f"is not supported{reason}"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from foreword.errors import ConfigError
 
-MLA = "it needs multi-head latent attention (MLA)"
+DEEPSEEK = "deepseek_v2 and deepseek_v3 run, like its distillations on Qwen and Llama"
 RECURRENT = "it needs Mamba, RWKV or other recurrent layers"
 ALTUP = "it needs Gemma 3n's AltUp; gemma4, gemma3_text and gemma2 run"
 HEADS = "it needs trained heads for drafting"
@@ -26,9 +26,14 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         **dict.fromkeys(("qwen3vlmoe", "smolvlm", "videollava"), VISION),
         "gemma3n": ALTUP,
         **dict.fromkeys(("gemma4assistant", "gemma4unifiedassistant"), HEADS),
-        "deepseek": f"{MLA}; its distillations on Qwen and Llama run",
-        "mistral4": f"{MLA}; mistral and ministral3 run",
-        **dict.fromkeys(("glm4moelite", "kimik2", "longcat", "minicpm3"), MLA),
+        "deepseek": DEEPSEEK,
+        **dict.fromkeys(("deepseek2", "deepseekv2", "deepseekv3"), None),
+        **dict.fromkeys(("deepseek32", "deepseek4", "deepseekv32", "deepseekv4"), f"{INDEXER}; {DEEPSEEK}"),
+        **dict.fromkeys(("deepseekocr", "deepseek2ocr", "kimik25"), VISION),
+        **dict.fromkeys(("glm5", "glmdsa", "glmmoedsa"), f"{INDEXER}; glm4_moe_lite runs"),
+        "kimik2": None,  # deepseek_v3
+        "longcat": "it needs two attentions in a layer, and experts without weights",
+        "minicpm3": "it needs latent attention with scaled layers; deepseek_v2 runs",
         "olmohybrid": f"{RECURRENT}; olmo2 and olmo3 run",
         "lfm2vl": f"{VISION}; lfm2 runs",
         "bamba": f"{RECURRENT}; granitemoehybrid and falcon_h1 run",
@@ -47,7 +52,6 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         "afmoe": "it needs a gate of attention with a projection of its own",
         "bailinghybrid": f"{RECURRENT}; bailing_moe runs",
         "ernie45moe": "it needs experts chosen by a softmax plus a bias; ernie4_5 runs",
-        **dict.fromkeys(("glm5next", "glmmoedsa", "deepseekv32", "deepseekv4"), INDEXER),
         "granitemoeswa": "granite_swa and granitemoeshared run",
         "hyv": "it needs Hunyuan's later layers; hunyuan_v1_dense and hunyuan_v1_moe run",
         "internlm": "it needs InternLM's names of tensors",

@@ -1,6 +1,7 @@
 """Every architecture against transformers, in float32: logits and greedy tokens."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,75 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_embedding": True}),
     "lfm2-moe-plain": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 48,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": ...,
+            "rope_theta": 5000.0,
+        },
+    ),
+    "deepseek-v2-hub": (  # the keys of the published files
+        "deepseek_v2",
+        {
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": ...,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                **YARN,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+            "scoring_func": "softmax",
+            "seq_aux": True,
+            "topk_group": 1,
+            "topk_method": "greedy",
+        },
+    ),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        {"rope_interleave": False, "q_lora_rank": None, "n_shared_experts": 1, "norm_topk_prob": False},
+    ),
+    "deepseek-v3-hub": (  # the keys of the published files; Kimi K2 has one group
+        "deepseek_v3",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3-dense": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 2, "v_head_dim": 20, "qk_nope_head_dim": 24},
+    ),
+    "glm4-moe-lite-hub": (
+        "glm4_moe_lite",
+        {
+            "mlp_layer_types": ...,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 1.0,
+            "topk_method": "noaux_tc",
+            "rope_scaling": None,
+        },
+    ),
+    "mistral4-one-projection": ("mistral4", {"q_lora_rank": None, "norm_topk_prob": False}),
     "qwen3-5-pattern": (
         "qwen3_5_text",
         {"num_hidden_layers": 5, "layer_types": ..., "full_attention_interval": 3, "attention_bias": True},
@@ -420,9 +490,10 @@ def one_thread():
 
 def peer(path: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    is_listed = name != "Mistral4ForCausalLM"
+    kind = transformers.AutoModelForCausalLM if is_listed else getattr(transformers, name)
+    return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture

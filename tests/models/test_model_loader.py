@@ -310,7 +310,7 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         (None, "no config.json"),
         ('{"model_type": ["llama"]}', r"model_type \['llama'\] is not supported"),
         ('{"model_type": "novel"}', "'novel' is not supported; known: apertus, .*llama"),
-        ('{"model_type": "deepseek_v3"}', r"not supported \(it needs multi-head latent attention"),
+        ('{"model_type": "deepseek_v4"}', r"not supported \(it needs a sparse indexer"),
         ('{"model_type": "qwen3_5_moe"}', "`text_config` is missing"),
         ('{"model_type": "mamba2"}', r"not supported \(it needs Mamba, RWKV or other recurrent layers"),
         ('{"model_type": "gemma3n_text"}', r"not supported \(it needs Gemma 3n's AltUp"),

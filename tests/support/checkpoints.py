@@ -98,6 +98,21 @@ MAMBA2: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_d_state": 32,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.3,
+}
+LATENT_YARN: dict[str, Any] = {**YARN, "mscale": 0.9, "mscale_all_dim": 0.9}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -224,6 +239,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.3,
     },
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "rope_theta": ..., "rope_parameters": LATENT_YARN},
+    "deepseek_v3": {
+        **LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_theta": ...,
+        "rope_parameters": LATENT_YARN,
+    },
+    "glm4_moe_lite": {**LATENT, "first_k_dense_replace": ..., "mlp_layer_types": ["dense", "sparse"]},
+    "mistral4": {
+        **LATENT,
+        "n_shared_experts": 1,
+        "rope_theta": ...,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    },
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": DELTA_NET_EXPERTS,
     "qwen3_5_moe_text": DELTA_NET_EXPERTS,
@@ -262,6 +292,10 @@ ARCHITECTURES = {
     "nemotron_h": "NemotronHForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -271,6 +305,7 @@ LFM2_FAMILIES = ("lfm2", "lfm2_moe")
 DELTA_NET_FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 MAMBA2_FAMILIES = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 STATE_FAMILIES = (*LFM2_FAMILIES, *DELTA_NET_FAMILIES, *MAMBA2_FAMILIES)
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
 
@@ -456,6 +491,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
         is_sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
         is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
         is_dense |= not is_sparse or index < config.get("num_dense_layers", 0)
+        is_dense |= index < config.get("first_k_dense_replace", 0)
+        is_dense |= config.get("mlp_layer_types", ["sparse"] * (index + 1))[index] == "dense"
         feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
         layer_type = _layer_type(config, index)
         is_mamba = config["model_type"] in MAMBA2_FAMILIES
@@ -463,7 +500,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
             "conv": _short_conv_shapes,
             "linear_attention": _mamba2_shapes if is_mamba else _delta_net_shapes,
         }
-        mixer = branch.get(layer_type, _attention_shapes)(config)
+        attention = _latent_shapes if family in LATENT_FAMILIES else _attention_shapes
+        mixer = branch.get(layer_type, attention)(config)
         if family == "falcon_h1":
             mixer |= _mamba2_shapes(config)
         layer = {**_norm_shapes(config), **mixer, **feed_forward}
@@ -614,6 +652,26 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     return result
 
 
+def _latent_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, heads, bias = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config.get("attention_bias", False),
+    )
+    rank, nope, rope = config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    value_dim, q_rank = config["v_head_dim"], config["q_lora_rank"]
+    q_rows = heads * (nope + rope)
+    result = linear_shapes("self_attn.kv_a_proj_with_mqa", rank + rope, hidden, bias)
+    result |= linear_shapes("self_attn.kv_b_proj", heads * (nope + value_dim), rank, False)
+    result |= linear_shapes("self_attn.o_proj", hidden, heads * value_dim, bias)
+    result["self_attn.kv_a_layernorm.weight"] = (rank,)
+    if q_rank is None:
+        return result | linear_shapes("self_attn.q_proj", q_rows, hidden, False)
+    result |= linear_shapes("self_attn.q_a_proj", q_rank, hidden, bias)
+    result["self_attn.q_a_layernorm.weight"] = (q_rank,)
+    return result | linear_shapes("self_attn.q_b_proj", q_rows, q_rank, False)
+
+
 def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     hidden, size = config["hidden_size"], config.get("block_ff_dim") or config["intermediate_size"]
     if config["model_type"] in LFM2_FAMILIES:
@@ -637,7 +695,9 @@ def _mlp_shapes(config: dict[str, Any]) -> Shapes:
 def _moe_shapes(config: dict[str, Any]) -> Shapes:
     """Experts as on the hub: one by one, or all in one tensor (gpt-oss and Granite)."""
     family, hidden = config["model_type"], config["hidden_size"]
-    experts = config.get("num_experts") or config["num_local_experts"]
+    experts = next(
+        config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config
+    )
     size = config.get("moe_intermediate_size", config["intermediate_size"])
     shared = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")
     if family == "gpt_oss":
@@ -663,9 +723,16 @@ def _moe_shapes(config: dict[str, Any]) -> Shapes:
     if family == "lfm2_moe" and config.get("use_expert_bias", True):
         result[f"{module}.expert_bias"] = (experts,)
     gate, up, down = ("w1", "w3", "w2") if has_short_names else ("gate_proj", "up_proj", "down_proj")
+    if family == "mistral4":
+        result |= {"mlp.experts.gate_up_proj": (experts, 2 * size, hidden)}
+        result |= {"mlp.experts.down_proj": (experts, hidden, size)}
+        return result | _shared_experts_shapes(config, size)
     for expert in range(experts):
         for name, shape in ((gate, (size, hidden)), (up, (size, hidden)), (down, (hidden, size))):
             result[f"{module}.experts.{expert}.{name}.weight"] = shape
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        result["mlp.gate.e_score_correction_bias"] = (experts,)
+    result |= _shared_experts_shapes(config, size)
     if shared:
         result |= {f"mlp.shared_expert.{name}_proj.weight": (shared, hidden) for name in ("gate", "up")}
         result["mlp.shared_expert.down_proj.weight"] = (hidden, shared)
@@ -682,6 +749,17 @@ def _granite_shared_shapes(config: dict[str, Any]) -> Shapes:
         "shared_mlp.input_linear.weight": (2 * size, hidden),
         "shared_mlp.output_linear.weight": (hidden, size),
     }
+
+
+def _shared_experts_shapes(config: dict[str, Any], size: int) -> Shapes:
+    """As in DeepSeek's families: one MLP."""
+    if not config.get("n_shared_experts"):
+        return {}
+    hidden, shared = config["hidden_size"], config["n_shared_experts"] * size
+    result: Shapes = {}
+    for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+        result |= linear_shapes(f"mlp.shared_experts.{name}_proj", *shape, bool(config.get("mlp_bias")))
+    return result
 
 
 def write_json(path: Path, values: Any) -> None:

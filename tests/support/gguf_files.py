@@ -22,7 +22,13 @@ from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
 from tests.support import gemma4_checkpoints as gemma4
-from tests.support.checkpoints import DELTA_NET_FAMILIES, LFM2_FAMILIES, MAMBA2_FAMILIES, MOE_FAMILIES
+from tests.support.checkpoints import (
+    DELTA_NET_FAMILIES,
+    LATENT_FAMILIES,
+    LFM2_FAMILIES,
+    MAMBA2_FAMILIES,
+    MOE_FAMILIES,
+)
 from tests.support.layouts import LAYER_NORM_FAMILIES
 
 ARCHITECTURES = {
@@ -31,6 +37,9 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "minimax_m2": "minimax-m2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "mistral": "llama",
     "falcon_h1": "falcon-h1",
     "gemma3_text": "gemma3",
@@ -55,7 +64,7 @@ ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe")
 # Families without an architecture of files, or with one that is not supported
 NO_GGUF_FAMILIES = (
     *("apertus", "bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
-    *("mellum", "ministral", "phi", "solar_open"),
+    *("mellum", "ministral", "mistral4", "phi", "solar_open"),
 )
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 # Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
@@ -90,6 +99,7 @@ def write_gguf(
     architecture: str = "",
     fuse_experts: bool = False,
     join_qkvz: bool = False,
+    join_kv_b: bool = False,
     **metadata: Any,
 ) -> Path:
     """Convert a checkpoint of tests/support/checkpoints.py; `tensor_type` may depend on the name.
@@ -98,12 +108,17 @@ def write_gguf(
     architecture  of the file, if not the usual one of the family
     fuse_experts  gate and up of all experts in one tensor
     join_qkvz     in_proj_qkvz of Qwen3-Next stays one tensor, as in older files
+    join_kv_b     kv_b_proj stays one tensor, and lengths are those of heads, as in older files of deepseek2
     metadata      keys of the architecture, dots as two underscores; None removes one
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
-    keys = _keys(config) | {key.replace("__", "."): value for key, value in metadata.items()}
+    keys = (
+        _keys(config)
+        | _latent_keys(config, join_kv_b)
+        | {key.replace("__", "."): value for key, value in metadata.items()}
+    )
     for key, value in keys.items():
         _add(writer, f"{architecture}.{key}", value)
     backend = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -117,6 +132,7 @@ def write_gguf(
     tensors = stack_experts(stored, fuse_experts)
     if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
         tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
+    tensors = tensors if join_kv_b else split_kv_b(tensors, config)
     for name, tensor in (tensors if join_qkvz else split_qkvz(tensors, config)).items():
         file_name = gguf_name(name, architecture)
         values = to_gguf_layout(name, tensor, config)
@@ -192,6 +208,50 @@ def split_qkvz(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
         *qkv, z = (part.flatten(0, 1) for part in parts)
         result |= {f"{prefix}in_proj_qkv.weight": torch.cat(qkv), f"{prefix}in_proj_z.weight": z}
     return result
+
+
+def split_kv_b(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Keys [heads, L, D] and values [heads, D, L] of latent attention in tensors of their own."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, joined, _ = name.partition("kv_b_proj")
+        if not joined:
+            result[name] = tensor
+            continue
+        sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+        keys, values = tensor.view(-1, sum(sizes), tensor.shape[1]).split(sizes, 1)
+        result |= {f"{prefix}k_b_proj.weight": keys.mT, f"{prefix}v_b_proj.weight": values}
+    return result
+
+
+def _latent_keys(config: dict[str, Any], is_older: bool) -> dict[str, Any]:
+    """Keys of deepseek2."""
+    if config["model_type"] not in LATENT_FAMILIES:
+        return {}
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    lengths = config["qk_nope_head_dim"] + rope, config["v_head_dim"]
+    yarn, is_sigmoid = config.get("rope_parameters", {}), config["model_type"] != "deepseek_v2"
+    keys = {
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.head_count_kv": config["num_attention_heads"] if is_older else 1,
+        "attention.key_length": lengths[0] if is_older else rank + rope,
+        "attention.value_length": lengths[1] if is_older else rank,
+        "attention.key_length_mla": None if is_older else lengths[0],
+        "attention.value_length_mla": None if is_older else lengths[1],
+        "rope.dimension_count": rope,
+        "leading_dense_block_count": config.get("first_k_dense_replace", 1),
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": True if is_sigmoid else None,
+        "expert_gating_func": 2 if is_sigmoid else None,
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+    }
+    if "mscale_all_dim" in yarn:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * yarn["mscale_all_dim"]
+    return keys
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class ScatteredKV:
         garbage: float = math.nan,
         request_index: bool = False,
         seed: int = 0,
+        latent_dim: int = 0,
     ) -> None:
+        """latent_dim  of latent attention: V is the first values of K"""
         self.dtype, self.dim, self.block_size, self.row_tile = dtype, dim, block_size, row_tile
         self._lengths = lengths
         self._request_index = request_index
@@ -56,11 +58,17 @@ class ScatteredKV:
         shape = ((sum(needed) + 1) * block_size, kv_heads, dim)
         value = 99 if cached == torch.int8 else garbage
         values = [torch.full(shape, value).to(cached) for _ in range(2)]
+        if latent_dim:
+            values[1] = values[0][..., :latent_dim]
         has_scales = cached.itemsize == 1
         scales = [torch.full(shape[:2], math.nan) for _ in range(2)] if has_scales else []
         self.kv = KVLayer(*values, *scales)
         for request, length in enumerate(lengths):
-            k, v = (randn(length, kv_heads, dim, seed=first + request, dtype=dtype) for first in (100, 200))
+            sizes = self.kv.own_keys.shape[2], self.kv.v.shape[2]
+            k, v = (
+                randn(length, kv_heads, size, seed=first + request, dtype=dtype)
+                for first, size in zip((100, 200), sizes, strict=True)
+            )
             if not has_scales:
                 k, v = k.to(cached), v.to(cached)
             REFERENCE.write_kv(k, v, self.kv, torch.tensor(self.slots(request, length)))
@@ -110,12 +118,13 @@ class ScatteredKV:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[length - start, heads, D]: rows [start, length) of request 0, every step in `dtype`."""
+        """[length - start, heads, Dv]: rows [start, length) of request 0, every step in `dtype`."""
         slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
         k, v = (
             _values(part, scale)[slots].repeat_interleave(group, 1).transpose(0, 1).to(dtype)
-            for part, scale in ((self.kv.k, self.kv.k_scale), (self.kv.v, self.kv.v_scale))
+            for part, scale in ((self.kv.own_keys, self.kv.k_scale), (self.kv.v, self.kv.v_scale))
         )
+        k = torch.cat((v, k), -1) if self.kv.is_latent else k
         queries = self._queries(0, heads)[start:length].to(dtype).transpose(0, 1)
         scores = queries @ k.transpose(1, 2) * self.dim**-0.5
         if softcap is not None:

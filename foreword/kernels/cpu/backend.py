@@ -31,11 +31,12 @@ from foreword.kernels.cpu.library import (
     load_library,
     supported_isas,
 )
-from foreword.kernels.cpu.packing import CpuExperts, CpuLinear, Packer, join_experts
+from foreword.kernels.cpu.packing import CpuExperts, CpuHeads, CpuLinear, Packer, join_experts, join_heads
 from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
 from foreword.kernels.cpu.sampling import NativeSampling, delete_context
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
+from foreword.kernels.unfused import UnfusedOps
 
 ACTIVATIONS = MappingProxyType(  # enum Activation
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
@@ -150,6 +151,23 @@ class CpuOps(NativeSampling, UnfusedOps):
                 config.topk_groups,
             ),
             scalars=(config.scale,),
+        )
+
+    def pack_heads(self, heads: Sequence[CpuLinear]) -> CpuHeads:
+        return join_heads(heads)
+
+    def linear_by_head(self, x: Tensor, weights: CpuHeads, append: Tensor | None = None) -> Tensor:
+        rows, heads = x.shape[0], weights.pointers.heads
+        assert x.shape[1:] == (heads, weights.in_features), "heads of another shape"
+        assert append is None or (append.shape[:2] == x.shape[:2] and append.dtype == x.dtype)
+        appended = 0 if append is None else append.shape[2]
+        return self._execute(
+            Opcode.LINEAR_BY_HEAD,
+            (x,) if append is None else (x, append),
+            torch.empty(rows, heads, weights.out_features + appended, dtype=x.dtype),
+            target=weights.pointers,
+            keep_alive=weights,
+            sizes=(appended,),
         )
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -331,7 +349,8 @@ class CpuOps(NativeSampling, UnfusedOps):
         return self._execute(Opcode.GATED_ACT, (x,), out, sizes=sizes, scalars=alphas)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        assert k.shape == v.shape == (*slots.shape, *cache.k.shape[1:]) and slots.dtype == torch.int64
+        assert k.shape == (*slots.shape, *cache.own_keys.shape[1:]) and slots.dtype == torch.int64
+        assert v.shape == (*slots.shape, *cache.v.shape[1:]), "values of another shape"
         num_slots = (cache.k.shape[0],)
         target = _kv_pointers(cache)
         self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=target, keep_alive=cache, sizes=num_slots)
@@ -357,7 +376,7 @@ class CpuOps(NativeSampling, UnfusedOps):
         return self._execute(
             Opcode.ATTENTION,
             (q,),
-            torch.zeros(q.shape, dtype=q.dtype),
+            torch.zeros(*q.shape[:2], cache.v.shape[2], dtype=q.dtype),
             target=AttentionLayer(_kv_pointers(cache), None if head_sinks is None else head_sinks.data_ptr()),
             keep_alive=(cache, head_sinks),
             sizes=(q.shape[1], window or 0, cache.k.shape[0]),
@@ -493,15 +512,17 @@ def _kv_pointers(cache: KVLayer) -> KVPointers:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.shape == cache.v.shape
+    assert cache.k.is_contiguous() and (cache.is_latent or cache.v.is_contiguous())
     scales = [scale for scale in (cache.k_scale, cache.v_scale) if scale is not None]
     assert all(scale.shape == cache.k.shape[:2] and scale.is_contiguous() for scale in scales)
     return KVPointers(
         type=DTYPE_IDS[cache.k.dtype],
+        is_latent=cache.is_latent,
         k=address(cache.k),
         v=address(cache.v),
         k_scale=address(cache.k_scale),
         v_scale=address(cache.v_scale),
         heads=cache.k.shape[1],
         dim=cache.k.shape[2],
+        value_dim=cache.v.shape[2],
     )

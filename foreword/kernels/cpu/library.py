@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 17  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 18  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -82,6 +82,7 @@ class Opcode(IntEnum):
     DELTA_RULE = 16
     SSM_SCAN = 17
     LAYER_NORM = 18
+    LINEAR_BY_HEAD = 19
 
 
 class AddressSpace(IntEnum):
@@ -204,13 +205,14 @@ class KVPointers(ctypes.Structure):
 
     _fields_ = (
         ("type", c_int32),
-        ("reserved", c_int32),
+        ("is_latent", c_int32),
         ("k", c_void_p),
         ("v", c_void_p),
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
         ("heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
     )
 
 
@@ -265,6 +267,12 @@ class Experts(ctypes.Structure):
         ("bias", c_void_p),
         ("scales", c_void_p),
     )
+
+
+class HeadWeights(ctypes.Structure):
+    """A packed matrix of each head; csrc/attention/linear_by_head.h defines the fields."""
+
+    _fields_ = (("heads", c_int64), ("weights", c_void_p))
 
 
 def raise_input_error(error: int, function: Any, arguments: object) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foreword.errors import CheckpointError
-from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, Weight
+from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, HeadWeights, Weight
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.utils.mapped_memory import HugePages, release_pages
 
@@ -51,6 +51,16 @@ class CpuExperts:
     """The matrices of a mixture of experts."""
 
     pointers: Experts
+    keep_alive: tuple[object, ...]  # owns the memory of `pointers`
+
+
+@dataclass(frozen=True, slots=True)
+class CpuHeads:
+    """A matrix [N, K] of each head."""
+
+    pointers: HeadWeights
+    out_features: int
+    in_features: int
     keep_alive: tuple[object, ...]  # owns the memory of `pointers`
 
 
@@ -149,6 +159,19 @@ def join_experts(
     keep_alive = (first, second, tuple(gate_up), tuple(down), vectors)
     addresses = [None if vector is None else vector.data_ptr() for vector in vectors]
     return CpuExperts(Experts(len(down), hidden, inner, *matrices, *addresses), keep_alive)
+
+
+def join_heads(heads: Sequence[CpuLinear]) -> CpuHeads:
+    """Matrices of one shape and format."""
+    blocks, _ = joined = _join_blocks(heads)
+    first = heads[0].blocks[0].weight
+    assert len(blocks) == len(heads), "a head of several formats"
+    for matrix in heads:
+        (block,) = matrix.blocks
+        assert block.input_order is None, "a head whose inputs have an order of their own"
+        assert (block.weight.format, block.weight.n, block.weight.k) == (first.format, first.n, first.k)
+    pointers = HeadWeights(len(heads), ctypes.addressof(blocks))
+    return CpuHeads(pointers, first.n, first.k, (joined, tuple(heads)))
 
 
 def _join_blocks(matrices: Sequence[CpuLinear]) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:

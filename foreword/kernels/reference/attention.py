@@ -77,7 +77,7 @@ class SoftmaxState(NamedTuple):
 
     max_score: Tensor  # [n, Hk, Q_TILE, G, 1], of scores to base 2
     exp_sum: Tensor  # [n, Hk, Q_TILE, G, 1]
-    values: Tensor  # [n, Hk, Q_TILE, G, D]: weighted sum
+    values: Tensor  # [n, Hk, Q_TILE, G, Dv]: weighted sum
 
 
 def build_attention_metadata(batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
@@ -176,13 +176,13 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]; zeros for rows without a tile. sinks float32 [Hq].
+    """q [T, Hq, D] -> [T, Hq, Dv]; zeros for rows without a tile. sinks float32 [Hq].
 
     Adding -inf to the score of a masked position makes its weight 0, which is exact for finite values. But
     0 x NaN is NaN, and unwritten slots may hold anything: if the result is not finite, the group is computed
     again, and masked values are replaced by 0 for each row.
     """
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros(*q.shape[:2], cache.v.shape[2])
     head_sinks = None if sinks is None else sinks.view(1, cache.k.shape[1], 1, -1, 1) * LOG2_E
     for group in metadata.groups:
         queries = _gather_queries(q, cache.k.shape[1], group)
@@ -192,7 +192,7 @@ def attend(
             result = _attend_group(
                 queries, cache, metadata.block_size, group, softcap, head_sinks, select_values=True
             )
-        tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:])
+        tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *out.shape[1:])
         out.index_copy_(0, group.valid_rows, tiles.index_select(0, group.valid_places).to(q.dtype))
     return out
 
@@ -213,11 +213,13 @@ def _attend_group(
     sinks: Tensor | None,
     select_values: bool = False,
 ) -> Tensor:
-    """q float32 [n, Hk, Q_TILE, G, D] -> the same shape; sinks [1, Hk, 1, G, 1]"""
+    """q float32 [n, Hk, Q_TILE, G, D] -> [n, Hk, Q_TILE, G, Dv]; sinks [1, Hk, 1, G, 1]"""
     state: SoftmaxState | None = None
     for step in group.steps:
-        keys = _gather_kv(cache.k, cache.k_scale, block_size, step)
+        keys = _gather_kv(cache.own_keys, cache.k_scale, block_size, step)
         values = _gather_kv(cache.v, cache.v_scale, block_size, step)
+        if cache.is_latent:
+            keys = torch.cat((values, keys), -1)
         part = _attend_tile(q[: step.num_tiles], keys, values, step, softcap, select_values)
         if state is None:
             state = part

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer, StateLayer
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, PackedHeads
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import (
     ReferenceAttnMetadata,
@@ -27,6 +27,7 @@ from foreword.kernels.reference.attention import (
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.reference.states import GATES, causal_conv, gated_delta_rule, ssm_scan
+from foreword.kernels.unfused import UnfusedOps
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # constants of "gpt_oss"
 
@@ -156,6 +157,13 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         else:
             inner = self.act(self.linear(x, weights.gate_up[expert]), config.activation)
         return self.linear(inner, weights.down[expert], torch.float32)
+
+    def pack_heads(self, heads: Sequence[ReferenceWeight]) -> PackedHeads:
+        return tuple(heads)
+
+    def linear_by_head(self, x: Tensor, weights: PackedHeads, append: Tensor | None = None) -> Tensor:
+        y = torch.stack([self.linear(x[:, head], weight) for head, weight in enumerate(weights)], 1)
+        return y if append is None else torch.cat((y, append), -1)
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         scale = map_values(torch.sigmoid, gate.to(torch.float32))
@@ -301,7 +309,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return map_values(function, x.to(torch.float32)).to(x.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        for vectors, values, scales in ((k, cache.own_keys, cache.k_scale), (v, cache.v, cache.v_scale)):
             if scales is None:
                 values.index_copy_(0, slots, vectors)
             else:

@@ -98,15 +98,17 @@ class TritonAttention:
         """See Ops.attention; a head of a row that attends to a non-finite value is NaN."""
         metadata = metadata or TritonAttnMetadata(batch, window)
         assert q.stride(-1) == 1 and batch.block_tables.is_contiguous()
-        assert cache.k.is_contiguous() and cache.v.is_contiguous()
-        _, num_heads, dim = q.shape
-        kv_heads = cache.k.shape[1]
+        assert cache.k.is_contiguous() and (cache.is_latent or cache.v.is_contiguous())
+        _, num_heads, _ = q.shape
+        _, kv_heads, dim = cache.v.shape
+        rest = q.shape[2] - dim  # values of K that are none of V
         group = num_heads // kv_heads
-        block_d = max(triton.next_power_of_2(dim), 16)
+        block_d, block_rest = (max(triton.next_power_of_2(size), 16) for size in (dim, rest))
         tile = tile_shape(q.device, q.dtype, block_d)
         heads = min(group, tile.max_columns)
         head_tiles = kv_heads * -(-group // heads)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
+        tile_values = tile.block_kv * (block_d + block_rest if rest else 2 * block_d)
         factor, cap = (scale * LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2_E)
         k, v = cache.k, cache.v
         has_float8 = False
@@ -132,16 +134,18 @@ class TritonAttention:
                 GROUP=group,
                 HEADS=heads,
                 D=dim,
+                REST=rest,
                 BLOCK_SIZE=batch.block_size,
                 WINDOW=window or 0,
                 SOFTCAP=softcap is not None,
                 SPLIT=SPLIT,
                 BLOCK_KV=tile.block_kv,
                 BLOCK_D=block_d,
+                BLOCK_REST=block_rest,
                 NQ=launch.padded_columns,
                 FLOAT8=has_float8,
                 WHOLE=whole,
-                STAGES=num_stages(q.device, 2 * tile.block_kv * block_d * k.itemsize),
+                STAGES=num_stages(q.device, tile_values * k.itemsize),
                 PDL=pdl,
                 num_warps=tile.num_warps,
                 enable_fp_fusion=False,

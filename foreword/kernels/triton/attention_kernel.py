@@ -59,20 +59,22 @@ def _sum_positions(sums, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def _attend_positions(
-    q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
-    SPLIT: tl.constexpr, FLOAT8: tl.constexpr, FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
+    FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of q [BLOCK_D, NQ] over the positions from begin, a multiple of BLOCK_KV, to end.
 
+    q_rest           [BLOCK_REST, NQ] for the REST values of K after those that are V, or None
     low, high        range of positions that any column attends to; no others are read
     FLUSH            there may be more than one split
     MASK_NON_FINITE  masked non-finite values do not reach a column; a visible one makes its total NaN
     Returns top and total [NQ] and values [BLOCK_D, NQ].
     """
     d = tl.arange(0, BLOCK_D)
+    rest = tl.arange(0, BLOCK_REST)
     top = tl.full([NQ], MIN_SCORE, tl.float32)
     sums = tl.zeros(
         [BLOCK_KV, NQ], tl.float32
@@ -94,14 +96,21 @@ def _attend_positions(
         block = tl.load(block_table + at // BLOCK_SIZE, mask=in_range, other=0)
         slot = (block.to(tl.int32) * BLOCK_SIZE + at % BLOCK_SIZE).to(tl.int64)
         vector = slot * KV_HEADS
-        places = (slot * (KV_HEADS * D))[:, None] + d[None, :]
+        places = (slot * (KV_HEADS * (D + REST)))[:, None] + d[None, :]
         loaded_mask = in_range[:, None] if D == BLOCK_D else in_range[:, None] & (d < D)[None, :]
-        scores = tl.dot(
-            _upcast(tl.load(k + places, mask=loaded_mask, other=0), q.dtype, FLOAT8),
-            q,
-            input_precision="ieee",
-        )
-        if k_scale is not None:
+        keys = tl.load(k + places, mask=loaded_mask, other=0)
+        scores = tl.dot(_upcast(keys, q.dtype, FLOAT8), q, input_precision="ieee")
+        if REST > 0:
+            rest_places = (slot * (D + REST) + D)[:, None] + rest[None, :]
+            rest_mask = in_range[:, None] & (rest < REST)[None, :]
+            own = _upcast(tl.load(k + rest_places, mask=rest_mask, other=0), q.dtype, FLOAT8)
+            if k_scale is None:
+                scores = tl.dot(own, q_rest, scores, input_precision="ieee")
+            else:
+                scores = scores * tl.load(v_scale + vector, mask=in_range, other=0.0)[:, None]
+                own_scores = tl.dot(own, q_rest, input_precision="ieee")
+                scores += own_scores * tl.load(k_scale + vector, mask=in_range, other=0.0)[:, None]
+        elif k_scale is not None:
             scores = scores * tl.load(k_scale + vector, mask=in_range, other=0.0)[:, None]
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * scale * (2.0 * LOG2_E)) + 1.0))
@@ -115,7 +124,7 @@ def _attend_positions(
         keep = tl.exp2(top - highest)
         top = highest
         sums = sums * keep[None, :] + weights
-        loaded = tl.load(v + places, mask=loaded_mask, other=0)
+        loaded = keys if REST > 0 else tl.load(v + places, mask=loaded_mask, other=0)
         if v_scale is not None:
             weights = tl.where(
                 visible, weights * tl.load(v_scale + vector, mask=in_range, other=0.0)[:, None], 0.0
@@ -149,23 +158,25 @@ def _magnitude(values):
 
 @triton.jit
 def _attend_split(
-    q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
-    SPLIT: tl.constexpr, FLOAT8: tl.constexpr, FLUSH: tl.constexpr, STAGES: tl.constexpr,
+    q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
+    FLUSH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """_attend_positions(), repeated with MASK_NON_FINITE if needed; quantized values are finite."""
     top, total, values = _attend_positions(
-        q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-        KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, FLUSH, False, STAGES,
+        q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
+        KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ, SPLIT, FLOAT8,
+        FLUSH, False, STAGES,
     )  # fmt: skip
     if v_scale is None:
         largest = tl.maximum(tl.max(_magnitude(values)), tl.max(_magnitude(total)))
         if largest >= INFINITY_BITS:
             top, total, values = _attend_positions(
-                q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-                KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, FLUSH,
-                True, 1,
+                q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale,
+                softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ,
+                SPLIT, FLOAT8, FLUSH, True, 1,
             )  # fmt: skip
     return top, total, values
 
@@ -193,15 +204,17 @@ def _store_output(
 def attend(
     q, k, v, k_scale, v_scale, sinks, out, partials, split_stats, counters, tiles, request_index, positions,
     block_tables, num_requests, table_width, max_splits, num_columns, q_row, q_head, scale, softcap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, FLOAT8: tl.constexpr,
-    WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, NQ: tl.constexpr,
+    FLOAT8: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows, some heads of one group, and some splits.
 
-    q, out         [T, KV_HEADS * GROUP, D]; q has strides q_row and q_head, out is contiguous
+    q              [T, KV_HEADS * GROUP, D + REST] with strides q_row and q_head
+    out            [T, KV_HEADS * GROUP, D]
     k, v           [S, KV_HEADS, D], uint8 for float8 bits; k_scale, v_scale float32 [S, KV_HEADS] or None
+    REST           0, or with latent attention K is [S, 1, D + REST], and V its first D values: see KVLayer
     sinks          float32 [KV_HEADS * GROUP] or None: a further score of each head, without a value
     tiles          int32 [tiles, 2]: first row and number of rows, of one request except padding
     partials       float32 [pairs, max_splits, num_columns, D]: values of each split, unless WHOLE
@@ -247,18 +260,25 @@ def attend(
     heads = kv_head * GROUP + head
     q_places = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
     q_mask = valid[:, None] & (d < D)[None, :]
+    rest = tl.arange(0, BLOCK_REST)
+    q_rest_places = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + D + rest[None, :]
+    q_rest_mask = valid[:, None] & (rest < REST)[None, :]
     places = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * D
     table = block_tables + request.to(tl.int64) * table_width
-    k += kv_head * D
+    k += kv_head * (D + REST)
     v += kv_head * D
     if k_scale is not None:
         k_scale += kv_head
         v_scale += kv_head
+    queries_rest = None
     if WHOLE:
         queries = tl.trans(tl.load(q_places, mask=q_mask, other=0.0))
+        if REST > 0:
+            queries_rest = tl.trans(tl.load(q_rest_places, mask=q_rest_mask, other=0.0))
         top, total, values = _attend_split(
-            queries, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale, softcap,
-            KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, True, STAGES,
+            queries, queries_rest, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale,
+            softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ, SPLIT,
+            FLOAT8, True, STAGES,
         )  # fmt: skip
         _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)
     else:
@@ -270,13 +290,15 @@ def attend(
         kept = (d < D)[:, None] & exists[None, :]
         if program < num_splits:
             queries = tl.trans(tl.load(q_places, mask=q_mask, other=0.0))
+            if REST > 0:
+                queries_rest = tl.trans(tl.load(q_rest_places, mask=q_rest_mask, other=0.0))
             for split in range(program, num_splits, programs):
                 start = (first_split + split) * SPLIT
                 top, total, values = _attend_split(
-                    queries, k, v, k_scale, v_scale, table,
+                    queries, queries_rest, k, v, k_scale, v_scale, table,
                     tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1), low, high, at,
-                    scale, softcap, KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT,
-                    FLOAT8, False, STAGES,
+                    scale, softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D,
+                    BLOCK_REST, NQ, SPLIT, FLOAT8, False, STAGES,
                 )  # fmt: skip
                 if num_splits == 1:
                     _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer
-from foreword.kernels.ops import NO_ALPHAS, LoraTable, Matrix, MRopeSections, PackedExperts, PackedLinear
+from foreword.kernels.ops import (
+    NO_ALPHAS,
+    LoraTable,
+    Matrix,
+    MRopeSections,
+    PackedExperts,
+    PackedHeads,
+    PackedLinear,
+)
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise, lora, rope
 from foreword.kernels.triton.attention import TritonAttention
@@ -127,6 +135,9 @@ class TritonFastMath(TritonOps):
     ) -> PackedExperts:
         first, second = ([self._pack_dense(part) for part in parts] for parts in (gate_up, down))
         return super().pack_experts(first, second, bias, scales)
+
+    def pack_heads(self, heads: Sequence[PackedLinear]) -> PackedHeads:
+        return super().pack_heads([self._pack_dense(head) for head in heads])
 
     def _pack_dense(self, weight: PackedLinear) -> PackedLinear:
         if not isinstance(weight, DenseWeight):

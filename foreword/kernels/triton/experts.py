@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, PackedExperts, PackedLinear
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, PackedExperts, PackedHeads, PackedLinear
 from foreword.kernels.triton.elementwise import act
 from foreword.kernels.triton.gemm_pack import PackedWeight, stack
 from foreword.kernels.triton.linear import RowGroups, TritonLinear
@@ -104,6 +104,26 @@ class TritonExperts(TritonLinear):
             launch_pdl=pdl,
         )
         return out
+
+    def pack_heads(self, heads: Sequence[PackedLinear]) -> PackedHeads:
+        return stack(heads)
+
+    def linear_by_head(self, x: Tensor, weights: PackedHeads, append: Tensor | None = None) -> Tensor:
+        """See Ops.linear_by_head: the rows of a head are those of an expert."""
+        rows, heads, _ = x.shape
+        if not rows:
+            return x.new_empty(0, heads, weights.rows + (0 if append is None else append.shape[2]))
+        tile_rows = self._pick_tile(x, weights, rows).bn
+        head = torch.arange(heads, dtype=torch.int32, device=x.device)[:, None]
+        start = torch.arange(0, rows, tile_rows, dtype=torch.int32, device=x.device)
+        first, end = head * rows + start, ((head + 1) * rows).expand(-1, len(start))
+        tiles = torch.stack((head.expand_as(first), first, end), -1).view(-1, 3)
+        row = torch.arange(rows, dtype=torch.int32, device=x.device)
+        groups = RowGroups(rows * heads, rows, {tile_rows: tiles}, (row * heads + head).view(-1))
+        flat = x.reshape(rows * heads, -1)
+        y = self._launch_gemm(flat, weights, weights.rows, x.dtype, None, None, groups)
+        y = y.view(heads, rows, -1).transpose(0, 1)
+        return y.contiguous() if append is None else torch.cat((y, append), -1)
 
     def _group(
         self,

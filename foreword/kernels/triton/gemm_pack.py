@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
-from foreword.kernels.quantization import dequantize, quantize, split_blocks
+from foreword.kernels.quantization import dequantize, quantize, slice_rows, split_blocks
 
 PANEL_ROWS = 64
 MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
@@ -139,21 +139,9 @@ def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
     for part in parts:
         rows = slice(max(first, 0), max(last, 0))
         if rows.start < min(rows.stop, _num_rows(part)):
-            pieces.append(_slice_part(part, rows))
+            pieces.append(slice_rows(part, rows))
         first, last = first - _num_rows(part), last - _num_rows(part)
     return pieces
-
-
-def _slice_part(part: Matrix, rows: slice) -> Matrix:
-    if isinstance(part, Tensor):
-        return part[rows]
-    if isinstance(part, QuantizedBlocks):
-        return replace(part, data=part.data[rows])
-    if isinstance(part, GroupedInts):
-        return replace(part, values=part.values[rows], scales=part.scales[rows], zeros=part.zeros[rows])
-    height, width = part.block_shape
-    scales = part.scales.repeat_interleave(height, 0)[rows]
-    return Float8Blocks(part.values[rows], scales[: len(part.values[rows])], (1, width))
 
 
 def _num_rows(part: Matrix) -> int:

@@ -49,20 +49,20 @@ def _quantize(x, scale, usable, dtype: tl.constexpr):
 
 @triton.jit
 def _rotate_heads(
-    source, source_head, cos_sin, positions, row, target, scales, target_row, first,
+    source, source_head, cos_sin, positions, row, target, target_stride, scales, target_row, first,
     ROTATE: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Copy HEADS heads from `first` on of one row of source, rotated if ROTATE, to row target_row of target.
 
-    target is [., COUNT, D], quantized if scales [., COUNT] are given.
+    target is [., COUNT, D] with target_stride values a row, quantized if scales [., COUNT] are given.
     """
     head = first + tl.arange(0, HEADS)
     angle = tl.arange(0, BLOCK)
     exists = (head < COUNT)[:, None]
     inside = exists & (angle < HALF)[None, :]
     at = source + head[:, None] * source_head + angle[None, :]
-    into = target + (target_row * COUNT + head)[:, None] * D + angle[None, :]
+    into = target + target_row * target_stride + head[:, None] * D + angle[None, :]
     left = tl.load(at, mask=inside, other=0.0)
     right = tl.load(at + HALF, mask=inside, other=0.0)
     if ROTATE:
@@ -73,7 +73,7 @@ def _rotate_heads(
     tail = tl.arange(0, REST)
     in_rest = exists & (tail < D - 2 * HALF)[None, :]
     rest = tl.load(source + head[:, None] * source_head + 2 * HALF + tail[None, :], mask=in_rest, other=0.0)
-    rest_into = target + (target_row * COUNT + head)[:, None] * D + 2 * HALF + tail[None, :]
+    rest_into = target + target_row * target_stride + head[:, None] * D + 2 * HALF + tail[None, :]
     if scales is None:
         tl.store(into, left.to(target.dtype.element_ty), mask=inside)
         tl.store(into + HALF, right.to(target.dtype.element_ty), mask=inside)
@@ -105,12 +105,16 @@ def _max_abs(x):
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_cache_kernel(
     q, k, v, out, k_cache, v_cache, k_scale, v_scale, cos_sin, positions, slots,
-    q_row, q_head, k_row, k_head, v_row, v_head,
+    q_row, q_head, k_row, k_head, v_row, v_head, k_stride, v_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    V_D: tl.constexpr, V_HALF: tl.constexpr, V_HEADS: tl.constexpr, V_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, tiles of q heads, then of k heads, then of v heads). PDL: see launches_dependents()."""
+    """Grid (T, tiles of q heads, then of k heads, then of v heads). PDL: see launches_dependents().
+
+    q, out and k have D values a head, v has V_D; k_stride, v_stride: values from one slot to the next.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -121,21 +125,22 @@ def _rope_and_cache_kernel(
     if Q_HEADS > 0:  # noqa: SIM102 (known when it is compiled)
         if tile < q_tiles:
             _rotate_heads(
-                q + row * q_row, q_head, cos_sin, positions, row, out, None, row, tile * HEADS, ROTATE,
-                Q_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
+                q + row * q_row, q_head, cos_sin, positions, row, out, Q_HEADS * D, None, row, tile * HEADS,
+                ROTATE, Q_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
     if KV_HEADS > 0:
         tile -= q_tiles
         slot = tl.load(slots + row)
         if (tile >= 0) & (tile < kv_tiles):
             _rotate_heads(
-                k + row * k_row, k_head, cos_sin, positions, row, k_cache, k_scale, slot, tile * HEADS,
-                ROTATE, KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
+                k + row * k_row, k_head, cos_sin, positions, row, k_cache, k_stride, k_scale, slot,
+                tile * HEADS, ROTATE, KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
         if tile >= kv_tiles:
             _rotate_heads(
-                v + row * v_row, v_head, cos_sin, positions, row, v_cache, v_scale, slot,
-                (tile - kv_tiles) * HEADS, False, KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
+                v + row * v_row, v_head, cos_sin, positions, row, v_cache, v_stride, v_scale, slot,
+                (tile - kv_tiles) * V_HEADS, False, KV_HEADS, V_D, V_HALF, MROPE_SECTIONS, V_HEADS, V_BLOCK,
+                1,
             )  # fmt: skip
 
 
@@ -188,17 +193,22 @@ def _launch_rope(
     assert positions is None or positions.is_contiguous()
     q_heads = 0 if q is None else q.shape[1]
     kv_heads = 0 if k is None else k.shape[1]
-    block = triton.next_power_of_2(max(rotary // 2, 1))
-    heads = max(VALUES_PER_PROGRAM // (2 * block), 1)
-    heads = min(heads, triton.next_power_of_2(max(q_heads, kv_heads)))
+    most_heads = triton.next_power_of_2(max(q_heads, kv_heads))
+    block, heads = _tile_heads(rotary // 2, most_heads)
+    value_dim = dim if v is None else v.shape[2]
+    value_half = value_dim // 2
+    value_block, value_heads = _tile_heads(value_half, most_heads)
     stored: tuple[Tensor | None, ...] = (None,) * 4
+    slot_strides = 0, 0
     if cache is not None:
-        stored = _as_bytes(cache.k), _as_bytes(cache.v), cache.k_scale, cache.v_scale
+        stored = _as_bytes(cache.own_keys), _as_bytes(cache.v), cache.k_scale, cache.v_scale
+        slot_strides = cache.k.stride(0), cache.v.stride(0)
     strides = [stride for x in (q, k, v) for stride in ((0, 0) if x is None else x.stride()[:2])]
     sections = () if mrope_sections is None else (*mrope_sections.sections, mrope_sections.interleaved)
     pdl = launches_dependents(first.device)
-    _rope_and_cache_kernel[num_rows, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads)](
-        *(q, k, v, out, *stored, cos_sin, positions, slots, *strides),
+    tiles = triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads) + triton.cdiv(kv_heads, value_heads)
+    _rope_and_cache_kernel[num_rows, tiles](
+        *(q, k, v, out, *stored, cos_sin, positions, slots, *strides, *slot_strides),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROTATE=cos_sin is not None,
@@ -208,6 +218,10 @@ def _launch_rope(
         HEADS=heads,
         BLOCK=block,
         REST=triton.next_power_of_2(max(dim - rotary, 1)),
+        V_D=value_dim,
+        V_HALF=value_half,
+        V_HEADS=value_heads,
+        V_BLOCK=value_block,
         PDL=pdl,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
@@ -215,6 +229,12 @@ def _launch_rope(
     )
 
 
+def _tile_heads(half: int, most_heads: int) -> tuple[int, int]:
+    """BLOCK and HEADS of _rotate_heads() for vectors of two such halves."""
+    block = triton.next_power_of_2(max(half, 1))
+    return block, min(max(VALUES_PER_PROGRAM // (2 * block), 1), most_heads)
+
+
 def _as_bytes(values: Tensor) -> Tensor:
-    assert values.is_contiguous()
+    assert values.stride(-1) == 1
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

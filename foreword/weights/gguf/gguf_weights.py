@@ -151,6 +151,18 @@ MAMBA2_TENSORS: Mapping[str, str] = MappingProxyType(
         "out_proj": "ssm_out",
     }
 )
+LATENT_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.k_b_proj": "attn_k_b",
+        "self_attn.v_b_proj": "attn_v_b",
+    }
+)
 STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "operator_norm": "attn_norm",
@@ -238,6 +250,7 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "attention.query_layernorm": "attn_q_norm",
         "attention.key_layernorm": "attn_k_norm",
         **dict.fromkeys(SCORE_BIASES, "exp_probs_b"),
+        **LATENT_TENSOR_NAMES,
         **STATE_TENSOR_NAMES,
         **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
         **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},

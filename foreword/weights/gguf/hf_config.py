@@ -11,6 +11,17 @@ from foreword.errors import CheckpointError
 from foreword.weights.gguf import gemma4_config
 from foreword.weights.gguf.gguf_weights import POST_NORM_ARCHITECTURES
 from foreword.weights.gguf.header import GGUFFile
+from foreword.weights.gguf.latent_config import (
+    LATENT_ARCHITECTURES,
+    SIGMOID_GATING,
+    SOFTMAX_GATING,
+    check_latent_heads,
+    expert_group_options,
+    has_score_bias,
+    latent_expert_options,
+    latent_shape_options,
+    read_num_shared_experts,
+)
 from foreword.weights.gguf.metadata import (
     DEFAULT_THETA,
     MetadataReader,
@@ -42,6 +53,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "cohere2": "cohere2",
         "command-r": "cohere",
         "dots1": "dots1",
+        "deepseek2": "deepseek_v2",  # deepseek_v3 if experts are chosen with a bias
         "ernie4_5": "ernie4_5",
         "exaone4": "exaone4",
         "falcon-h1": "falcon_h1",
@@ -131,13 +143,13 @@ SIZED_EXPERT_ARCHITECTURES = (
 NORM_OPTION_ARCHITECTURES = ("lfm2moe", "olmoe", "qwen2moe", "qwen3moe", "qwen3next")  # `norm_topk_prob`
 SHARED_EXPERT_ARCHITECTURES = ("qwen2moe", "qwen35moe", "qwen3next")  # in all layers
 MOE_ARCHITECTURES = (
+    *LATENT_ARCHITECTURES,
     *("gpt-oss", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe"),
     *ROUTED_ARCHITECTURES,
     *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
 )
 SHARED_SIZE = "expert_shared_feed_forward_length"
 EXPERTS_TENSOR, SHARED_TENSOR = "blk.{}.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
-SOFTMAX_GATING, SIGMOID_GATING = 1, 2
 FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
 FUSED_GATE_UP = ("glm4", "phi3")
 SIGMOID_ARCHITECTURES = ("lfm2moe", "minimax-m2", *ROUTED_ARCHITECTURES)
@@ -300,6 +312,9 @@ def _check_layers(metadata: MetadataReader) -> None:
 
 def _check_heads(metadata: MetadataReader) -> None:
     """The first layer with attention decides. Gated attention has twice the rows of queries."""
+    if metadata.architecture in LATENT_ARCHITECTURES:
+        check_latent_heads(metadata)
+        return
     heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
     kv_heads = read_kv_heads(metadata)
     key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
@@ -313,13 +328,16 @@ def _check_heads(metadata: MetadataReader) -> None:
 
 
 def _shape_options(metadata: MetadataReader) -> Options:
-    head_dim = metadata.get_head_dim()
-    metadata.require_value("attention.value_length", head_dim)
+    if metadata.architecture in LATENT_ARCHITECTURES:
+        attention = latent_shape_options(metadata)
+    else:
+        head_dim = metadata.get_head_dim()
+        metadata.require_value("attention.value_length", head_dim)
+        attention = {"num_key_value_heads": read_kv_heads(metadata), "head_dim": head_dim}
     return {
         **_common_options(metadata),
         "intermediate_size": _read_intermediate_size(metadata),
-        "num_key_value_heads": read_kv_heads(metadata),
-        "head_dim": head_dim,
+        **attention,
     }
 
 
@@ -351,6 +369,8 @@ def _read_model_type(metadata: MetadataReader) -> str:
         return "ministral3"
     if _is_mixtral(metadata):
         return "mixtral"
+    if metadata.architecture in LATENT_ARCHITECTURES and has_score_bias(metadata):
+        return "deepseek_v3"
     if metadata.architecture == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
         return "granitemoeshared"
     return MODEL_TYPES[metadata.architecture]
@@ -373,17 +393,19 @@ def _expert_options(metadata: MetadataReader) -> Options:
             metadata.require_value(key, 0)
         return {}
     name = metadata.architecture
-    gating = SIGMOID_GATING if name in SIGMOID_ARCHITECTURES else SOFTMAX_GATING
-    metadata.require_value("expert_gating_func", gating)
-    if name in ROUTED_ARCHITECTURES:
-        return _routed_options(metadata)
-    renormalizes = name not in ("olmoe", "qwen2moe")
-    metadata.require_value("expert_weights_norm", renormalizes)
-    metadata.require_value("expert_weights_scale", 1.0)
     count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
     if used > count:
         raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
     options: Options = {"num_experts": count, "num_experts_per_tok": used}
+    if name in LATENT_ARCHITECTURES:
+        return options | latent_expert_options(metadata)
+    gating = SIGMOID_GATING if name in SIGMOID_ARCHITECTURES else SOFTMAX_GATING
+    metadata.require_value("expert_gating_func", gating)
+    if name in ROUTED_ARCHITECTURES:
+        return options | _routed_options(metadata)
+    renormalizes = name not in ("olmoe", "qwen2moe")
+    metadata.require_value("expert_weights_norm", renormalizes)
+    metadata.require_value("expert_weights_scale", 1.0)
     if name in SIZED_EXPERT_ARCHITECTURES:
         options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
     if name in NORM_OPTION_ARCHITECTURES:
@@ -397,17 +419,14 @@ def _expert_options(metadata: MetadataReader) -> Options:
 
 def _routed_options(metadata: MetadataReader) -> Options:
     """Experts as in DeepSeek-V3: keys for the weights' sum and scale, groups, and shared experts."""
-    shared = metadata.get_int("expert_shared_count", 0, low=0)
     size = metadata.get_int(_expert_size_key(metadata))
+    shared = read_num_shared_experts(metadata, size)
     metadata.require_value(SHARED_SIZE, shared * size)
     return {
-        "num_experts": metadata.get_int("expert_count"),
-        "num_experts_per_tok": metadata.get_int("expert_used_count"),
         "moe_intermediate_size": size,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
         "routed_scaling_factor": metadata.get_optional_float("expert_weights_scale") or 1.0,
-        "n_group": metadata.get_int("expert_group_count", 1),
-        "topk_group": metadata.get_int("expert_group_used_count", 1),
+        **expert_group_options(metadata),
         "first_k_dense_replace": read_num_dense_layers(metadata),
         SHARED_EXPERT_OPTIONS.get(metadata.architecture, "n_shared_experts"): shared,
     }

@@ -16,6 +16,7 @@ TensorReader = Callable[[str], list[float]]  # reads the values of a small tenso
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+MIN_LOG_MULTIPLIER, MAX_LOG_MULTIPLIER = 1e-6, 1e3
 DEFAULT_THETA = 10000.0
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 PARTIAL_ROPE_ARCHITECTURES = (
@@ -123,6 +124,8 @@ def read_rope_theta(metadata: MetadataReader, key: str, default: float) -> float
 
 
 def _partial_rotary_options(metadata: MetadataReader) -> Options:
+    if metadata.architecture == "deepseek2":  # its own sizes tell
+        return {}
     head_dim = metadata.get_head_dim()
     rotated = metadata.get_int("rope.dimension_count", head_dim)
     is_known = metadata.architecture in PARTIAL_ROPE_ARCHITECTURES
@@ -183,6 +186,13 @@ def _yarn_scaling(metadata: MetadataReader, original_max_position: int) -> Optio
         beta, multiplier = _read_query_beta(metadata), metadata.get_optional_float(YARN_LOG_MULTIPLIER)
         options |= {"llama_4_scaling_beta": beta} if beta else {}
         options |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    if metadata.architecture == "deepseek2":  # the converter divides by 10
+        multiplier = metadata.get_optional_float(YARN_LOG_MULTIPLIER)
+        if multiplier and not MIN_LOG_MULTIPLIER < multiplier < MAX_LOG_MULTIPLIER:
+            reason = f"must be between {MIN_LOG_MULTIPLIER:g} and {MAX_LOG_MULTIPLIER:g} here"
+            raise metadata.error(YARN_LOG_MULTIPLIER, f"{reason}, got {multiplier:g}")
+        mscale = round(10 * multiplier, 6) if multiplier else None
+        options |= dict.fromkeys(("mscale", "mscale_all_dim"), mscale) if mscale else {}
     betas = [name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in metadata]
     return options | {name: metadata.get_float(f"rope.scaling.yarn_{name}") for name in betas}
 

@@ -14,7 +14,10 @@ DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
 MAMBA2_ARCHITECTURES = ("granitehybrid",)
 ROUTED_ARCHITECTURES = ("bailingmoe2", "dots1", "glm4moe")  # experts as in DeepSeek-V3
 NEMOTRON_H_ARCHITECTURES = ("nemotron_h", "nemotron_h_moe")
-MTP_ARCHITECTURES = (*DELTA_NET_ARCHITECTURES, *NEMOTRON_H_ARCHITECTURES, "bailingmoe2", "glm4moe")
+MTP_ARCHITECTURES = (
+    *(*DELTA_NET_ARCHITECTURES, *NEMOTRON_H_ARCHITECTURES),
+    *("bailingmoe2", "deepseek2", "glm4moe"),
+)
 STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
 INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
 MAX_MROPE_SECTIONS = 4
@@ -101,7 +104,7 @@ def _read_recurrent_layers(metadata: MetadataReader) -> list[bool]:
 
 def read_num_dense_layers(metadata: MetadataReader) -> int:
     """First layers with an MLP instead of experts."""
-    if metadata.architecture not in ("lfm2moe", *ROUTED_ARCHITECTURES):
+    if metadata.architecture not in ("deepseek2", "lfm2moe", *ROUTED_ARCHITECTURES):
         return 0
     count, num_layers = metadata.get_int(DENSE_LAYERS, 0, low=0), read_num_layers(metadata)
     for layer, name in ((count - 1, "ffn_up"), (count, "ffn_gate_inp")):

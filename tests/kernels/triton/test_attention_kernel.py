@@ -38,13 +38,14 @@ def source(
     dtype: str = "bf16",
     pdl: bool = False,
     sinks: bool = False,
+    rest: int = 0,
 ) -> KernelSource:
-    """The kernel as TritonAttention launches it."""
+    """The kernel as TritonAttention launches it; `rest` values of K beside V are latent attention's."""
     quantized = stored in ("i8", "u8")
     with gpu(capability) as device:
         tile = attention.tile_shape(device, DTYPES[dtype], dim)
         itemsize = 1 if quantized else DTYPES[dtype].itemsize
-        stages = attention.num_stages(device, 2 * tile.block_kv * dim * itemsize)
+        stages = attention.num_stages(device, tile.block_kv * (dim + rest if rest else 2 * dim) * itemsize)
     scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantized else {}
     shared = {} if whole else {"partials": "*fp32", "split_stats": "*fp32", "counters": "*i32"}
     arguments = {
@@ -59,16 +60,18 @@ def source(
     }
     absent = {"k_scale", "v_scale", "sinks", "partials", "split_stats", "counters"} - arguments.keys()
     constants = dict.fromkeys(absent) | {
-        "KV_HEADS": 8,
-        "GROUP": 4,
-        "HEADS": 4,
+        "KV_HEADS": 1 if rest else 8,
+        "GROUP": 16 if rest else 4,
+        "HEADS": 16 if rest else 4,
         "D": dim,
+        "REST": rest,
         "BLOCK_SIZE": 16,
         "WINDOW": 0,
         "SOFTCAP": False,
         "SPLIT": attention.SPLIT,
         "BLOCK_KV": tile.block_kv,
         "BLOCK_D": dim,
+        "BLOCK_REST": max(rest, 16),
         "NQ": columns,
         "FLOAT8": stored == "u8" and capability >= 89,
         "WHOLE": whole,
@@ -200,6 +203,20 @@ def test_wide_heads_fit_the_shared_memory(capability: int, dtype: str) -> None:
             assert made.shared <= MAX_SHARED[capability]
             assert dtype == "fp32" or made.stack <= 512  # float32 has no tensor cores
             assert made.products == all_made[0].products
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("stored", ["bf16", "i8", "u8"])
+def test_latent_attention_compiles(capability: int, stored: str) -> None:
+    """DeepSeek's 512 values of V and 64 more of K: one copy of the keys, with and without splits."""
+    with gpu(capability) as device:
+        columns = attention.tile_shape(device, torch.bfloat16, 512).max_columns
+    sources = [source(capability, columns, stored, 512, whole, rest=64) for whole in (False, True)]
+    all_made = compile_all(sources)
+    assert all(made.products == all_made[0].products for made in all_made)
+    for made in all_made:
+        assert made.shared <= MAX_SHARED[capability]
+        assert made.stack <= 512, "values do not fit the registers"
 
 
 def test_unpadded_tiles_have_another_instruction() -> None:

@@ -118,6 +118,7 @@ def test_rope_compiles_without_spilling() -> None:
         arguments |= {} if scales is None else dict.fromkeys(("k_scale", "v_scale"), scales)
         arguments |= {"cos_sin": "*fp32", "positions": "*i64", "slots": "*i64"}
         strides = [f"{name}_{kind}" for name in "qkv" for kind in ("row", "head")]
+        strides += ["k_stride", "v_stride"]
         arguments |= dict.fromkeys(strides, "i32")
         constants = {
             "Q_HEADS": 32,
@@ -129,6 +130,10 @@ def test_rope_compiles_without_spilling() -> None:
             "HEADS": 8,
             "BLOCK": 64,
             "REST": 1,
+            "V_D": 128,
+            "V_HALF": 64,
+            "V_HEADS": 8,
+            "V_BLOCK": 64,
             "PDL": stored == "*bf16",
         }
         constants |= {"k_scale": None, "v_scale": None} if scales is None else {}
@@ -164,11 +169,16 @@ def test_absent_inputs_are_not_compiled() -> None:
         "HEADS": 8,
         "BLOCK": 64,
         "REST": 1,
+        "V_D": 128,
+        "V_HALF": 64,
+        "V_HEADS": 8,
+        "V_BLOCK": 64,
         "PDL": False,
         "k_scale": None,
         "v_scale": None,
     }
     strides = {f"{name}_{kind}": "i32" for name in "qkv" for kind in ("row", "head")}
+    strides |= {"k_stride": "i32", "v_stride": "i32"}
     there = {"q": "*bf16", "out": "*bf16", "cos_sin": "*fp32", "positions": "*i64"}
     stored = {"k": "*bf16", "v": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "slots": "*i64"}
     kernel = "foreword.kernels.triton.rope:_rope_and_cache_kernel"

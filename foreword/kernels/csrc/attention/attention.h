@@ -17,7 +17,7 @@ constexpr int64_t MIN_PAIRS = 112, MAX_PAIRS = 448;  // of a task: they share on
 constexpr int64_t TOP = 0, TOTAL = 1, HEADER = 16;
 
 // Floats from one state to the next; whole vectors of any instruction set.
-inline int64_t state_size(const AttentionArgs& args) { return HEADER + (args.kv.dim + 15) / 16 * 16; }
+inline int64_t state_size(const AttentionArgs& args) { return HEADER + (args.kv.value_dim + 15) / 16 * 16; }
 
 struct Span {
     int64_t begin, end;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/linear_by_head.h"
 #include "experts/experts.h"
 #include "common/float_mode.h"
 #include "lora/lora.h"
@@ -225,6 +226,7 @@ public:
             case Opcode::CAUSAL_CONV: return causal_conv(c);
             case Opcode::DELTA_RULE: return delta_rule(c);
             case Opcode::SSM_SCAN: return ssm_scan(c);
+            case Opcode::LINEAR_BY_HEAD: return linear_by_head(c);
         }
     }
 
@@ -359,6 +361,12 @@ private:
     void ssm_scan(const Instruction& c) {
         const auto& [layer, rates, offsets, skips] = *static_cast<const StateOperation*>(c.object);
         cpu_.states_.ssm_scan(context_, {layer, state_rows(), rates, offsets, skips, c.numbers[0], c.numbers[1], rows(c.in[0]), rows(c.in[1]), {}, rows(c.out)});
+    }
+
+    // in: x, append (or null); object: HeadWeights; sizes: values of `append` for each head
+    void linear_by_head(const Instruction& c) {
+        const auto& weights = *static_cast<const HeadWeights*>(c.object);
+        foreword::linear_by_head(context_, cpu_.isa_, {weights, c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
     }
 
     CpuContext& cpu_;

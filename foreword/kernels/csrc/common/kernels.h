@@ -165,19 +165,23 @@ struct WeightedSumArgs {
     int64_t width, rows;
 };
 
-// K and V of one layer [S, heads, dim]. With type I8, float32 scales [S, heads]: the largest magnitude of the
-// vector / 127, written with the vector.
+// K [S, heads, dim] and V [S, heads, value_dim] of one layer. With type I8, float32 scales [S, heads]: the largest magnitude
+// of the vector / 127, written with the vector. Latent attention (is_latent) has one head, and V is the first value_dim
+// values of each K, in the same memory: v_scale is theirs, and k_scale that of K's other values.
 struct KV {
     Type type;
-    int32_t reserved;
+    int32_t is_latent;
     char* k;
     char* v;
     float* k_scale;
     float* v_scale;
-    int64_t heads, dim;
+    int64_t heads, dim, value_dim;
+
+    int64_t value_stride() const { return is_latent ? dim : heads * value_dim; }  // values from one slot to the next
 };
 
-// Write k, v [rows, heads * dim] of `type` to the slots.
+// Write k [rows, heads * dim] and v [rows, heads * value_dim] of `type` to the slots; with latent attention, k [rows, dim -
+// value_dim] has the values of K that are none of V.
 struct WriteKVArgs {
     const KV& kv;
     const int64_t* slots;
@@ -232,7 +236,7 @@ struct RowKernels {
 
 const RowKernels& row_kernels(Isa isa);
 
-// q [rows, heads * dim] of `type` -> out, the same. Row t of request b (query_start_loc[b] <= t < query_start_loc[b + 1])
+// q [rows, heads * dim] of `type` -> out [rows, heads * value_dim]. Row t of request b (query_start_loc[b] <= t < query_start_loc[b + 1])
 // attends to the positions p of b with positions[t] - window < p <= positions[t], which lie in slot
 // block_tables[b * table_width + p / block_size] * block_size + p % block_size. window 0: unlimited.
 // Scores are (q . k) * scale, capped to softcap * tanh(s / softcap) unless softcap is 0. sinks [heads] or null: a further
