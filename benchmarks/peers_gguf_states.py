@@ -55,6 +55,9 @@ LFM2: Mapping[str, Any] = MappingProxyType(
         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
     }
 )
+LATENT: Mapping[str, Any] = MappingProxyType(
+    {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+)
 # llama.cpp's shared layers read the last two of the others, which must be one of each kind in this order.
 SHARED_LAYERS = [gemma4.SLIDING, gemma4.SLIDING, gemma4.FULL, gemma4.SLIDING, gemma4.FULL]
 # Family, options of config.json, options of write_gguf()
@@ -72,6 +75,9 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = Mapping
         ),
         "gemma4, experts": ("gemma4_text", {**gemma4.EXPERTS, "hidden_size": 256}, {}),
         "gemma4, values are keys": ("gemma4_unified_text", {"hidden_size": 256}, {}),
+        "deepseek2, softmax": ("deepseek_v2", {**LATENT, "topk_method": "greedy"}, {}),
+        "deepseek2, groups": ("deepseek_v3", LATENT, {}),
+        "deepseek2, GLM": ("glm4_moe_lite", {**LATENT, "rms_norm_eps": 1e-5}, {}),
         "lfm2": ("lfm2", LFM2, {}),
         "lfm2moe": ("lfm2_moe", {**LFM2, "num_dense_layers": 2, "routed_scaling_factor": 1.0}, {}),
     }

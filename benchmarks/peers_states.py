@@ -173,7 +173,92 @@ class Gemma4ModelShape(ExpertModelShape):
         writer.add_final_logit_softcapping(30.0)
 
 
+@dataclass(frozen=True, slots=True)
+class DeepSeekModelShape(ExpertModelShape):
+    """DeepSeek-V2-Lite: latent attention, an MLP in the first layer, experts in the others."""
+
+    latent: int = 512  # values that are cached of a token and layer, beside those of RoPE
+    rope: int = 64
+    plain: int = 128  # values of a head's query without RoPE, and of its output
+    dense: int = 10944
+    shared: int = 2
+
+    def tensors(self) -> Tensors:
+        yield "token_embd.weight", (self.vocab, self.hidden), Kind.Q4_K
+        yield "output.weight", (self.vocab, self.hidden), Kind.Q6_K
+        yield "output_norm.weight", (self.hidden,), Kind.F32
+        for layer in range(self.layers):
+            for name, shape in (self._attention() | self._feed_forward(layer)).items():
+                kind = Kind.Q8_0 if shape[-1] % 256 else self._kind(name, layer)
+                yield f"blk.{layer}.{name}.weight", shape, kind
+            floats = {
+                "attn_norm": (self.hidden,),
+                "ffn_norm": (self.hidden,),
+                "attn_kv_a_norm": (self.latent,),
+            }
+            if layer:
+                floats |= {"ffn_gate_inp": (self.experts, self.hidden)}
+            for name, shape in floats.items():
+                yield f"blk.{layer}.{name}.weight", shape, Kind.F32
+
+    def _attention(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "attn_q": (self.heads * self.head_dim, self.hidden),
+            "attn_kv_a_mqa": (self.latent + self.rope, self.hidden),
+            "attn_k_b": (self.heads, self.latent, self.plain),
+            "attn_v_b": (self.heads, self.plain, self.latent),
+            "attn_output": (self.hidden, self.heads * self.plain),
+        }
+
+    def _feed_forward(self, layer: int) -> dict[str, tuple[int, ...]]:
+        if layer == 0:
+            return dict.fromkeys(("ffn_gate", "ffn_up"), (self.dense, self.hidden)) | {
+                "ffn_down": (self.hidden, self.dense)
+            }
+        inner, shared = self.intermediate, self.shared * self.intermediate
+        return {
+            "ffn_gate_exps": (self.experts, inner, self.hidden),
+            "ffn_up_exps": (self.experts, inner, self.hidden),
+            "ffn_down_exps": (self.experts, self.hidden, inner),
+            "ffn_gate_shexp": (shared, self.hidden),
+            "ffn_up_shexp": (shared, self.hidden),
+            "ffn_down_shexp": (self.hidden, shared),
+        }
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        ExpertModelShape.add_metadata(self, writer)
+        for key in ("feed_forward_length", "attention.key_length", "attention.value_length"):
+            writer.kv_data[0].pop(f"{self.architecture}.{key}")
+        writer.add_feed_forward_length(self.dense)
+        writer.add_key_length(self.latent + self.rope)
+        writer.add_value_length(self.latent)
+        writer.add_key_length_mla(self.plain + self.rope)
+        writer.add_value_length_mla(self.plain)
+        writer.add_kv_lora_rank(self.latent)
+        writer.add_rope_dimension_count(self.rope)
+        writer.add_leading_dense_block_count(1)
+        writer.add_vocab_size(self.vocab)
+        writer.add_expert_shared_count(self.shared)
+        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_weights_norm(False)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(40.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
+        writer.add_rope_scaling_yarn_log_mul(0.0707)
+
+
 STATE_MODELS: Mapping[str, ExpertModelShape] = {
+    "deepseek-v2-lite": DeepSeekModelShape(  # 24 of 64 experts
+        "deepseek2", 27, 2048, 24, 6, 1408, 16, 1, 192, 102400, 163840, 1e4, "q4_k_m.gguf"
+    ),
+    "tiny-latent": DeepSeekModelShape(
+        *("deepseek2", 26, 256, 8, 2, 256, 4, 1, 96, 1024, 4096, 1e4, "q4_k_m.gguf"),
+        latent=256,
+        rope=32,
+        plain=64,
+        dense=512,
+    ),
     "qwen3.5-0.8b": StateModelShape(
         "qwen35", 24, 1024, 0, 0, 3584, 8, 2, 256, 248320, 262144, 1e7, "q4_k_m.gguf", is_tied=True
     ),
