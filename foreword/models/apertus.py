@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from foreword.errors import CheckpointError
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 

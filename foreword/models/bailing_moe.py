@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import (
     DecoderConfig,
     QKNorm,
@@ -14,6 +13,7 @@ from foreword.models.decoder_config import (
 )
 from foreword.models.expert_weights import MoEConfig
 from foreword.models.glm4_moe import NAMES, read_routed_moe
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import Llama, LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from foreword.layers.attention import Attention, ForwardContext
 from foreword.layers.mlp import MLP, MoE, UngatedMLP
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -23,6 +23,7 @@ from foreword.models.decoder_config import (
 )
 from foreword.models.expert_weights import MoEConfig
 from foreword.models.glm4_moe import NAMES
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.mellum import read_mlp_types
 from foreword.weights.config_reader import ConfigReader
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from foreword.core.batch import KVShape
 from foreword.layers.latent_attention import LatentShape
 from foreword.layers.rope import RopeConfig
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
@@ -20,6 +20,7 @@ from foreword.models.decoder_config import (
     read_rope,
 )
 from foreword.models.expert_weights import ExpertNames, MoEConfig
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -14,6 +14,7 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.olmo2 import EPS, Olmo2Layer
 from foreword.weights.config_reader import ConfigReader
 

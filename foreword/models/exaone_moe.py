@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.exaone4 import Exaone4
 from foreword.models.glm4_moe import read_routed_moe
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.models.mellum import read_mlp_types
 from foreword.weights.config_reader import ConfigReader

@@ -11,8 +11,9 @@ from foreword.core.batch import HybridLayer, HybridShape
 from foreword.core.states import StateShape
 from foreword.layers.attention import ForwardContext
 from foreword.layers.states import Mamba2Config
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.mamba2 import Mamba2Keys, read_mamba2_shape, read_time_step_limits
 from foreword.weights.config_reader import ConfigReader
 from foreword.weights.renamed_weights import RowScale

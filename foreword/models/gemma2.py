@@ -10,7 +10,7 @@ from torch import Tensor
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.layers.mlp import MLP, MoE
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     ACTIVATIONS,
     DecoderConfig,
@@ -18,6 +18,7 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_window,
 )
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 

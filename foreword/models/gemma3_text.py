@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -16,6 +16,7 @@ from foreword.models.decoder_config import (
     read_window,
 )
 from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW_PERIOD = 6  # every n-th layer is global

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foreword.core.batch import KVLayer, KVShape
 from foreword.layers.attention import ForwardContext
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
@@ -25,6 +25,7 @@ from foreword.models.decoder_config import (
 )
 from foreword.models.expert_weights import ExpertNames, MoEConfig
 from foreword.models.gemma2 import Gemma2Layer
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM, GLOBAL_HEAD_DIM = 256, 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,6 +13,7 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_window,
 )
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from foreword.layers.rope import NO_ROPE
 from foreword.layers.states import Mamba2Config
-from foreword.models.decoder import DecoderLayer, LayerBuilder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
@@ -16,6 +15,7 @@ from foreword.models.decoder_config import (
 )
 from foreword.models.granite import Granite
 from foreword.models.granitemoe import NAMES
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.models.mamba2 import Mamba2Keys, read_mamba2_shape, read_time_step_limits
 from foreword.weights.config_reader import ConfigReader

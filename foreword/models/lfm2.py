@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from foreword.core.states import MAX_KERNEL_SIZE, StateShape
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
@@ -14,6 +14,7 @@ from foreword.models.decoder_config import (
     read_attention_layers,
     read_decoder_config,
 )
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer, Mixer
 from foreword.weights.config_reader import ConfigReader
 

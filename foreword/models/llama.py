@@ -9,8 +9,9 @@ from torch import Tensor
 
 from foreword.layers.attention import ForwardContext
 from foreword.layers.mlp import MLP, MoE, UngatedMLP
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.weights.config_reader import ConfigReader
 
 # Attention, or a layer with state: x, context, the layer's cache, residual -> x

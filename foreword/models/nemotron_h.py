@@ -14,7 +14,7 @@ from foreword.core.states import StateShape
 from foreword.layers.attention import ForwardContext
 from foreword.layers.rope import NO_ROPE
 from foreword.layers.states import Mamba2Config
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_LAYERS,
     DecoderConfig,
@@ -23,6 +23,7 @@ from foreword.models.decoder_config import (
     read_moe_config,
 )
 from foreword.models.expert_weights import ExpertNames, MoEConfig
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import Mixer
 from foreword.models.mamba2 import Mamba2Keys, read_mamba2_shape, read_time_step_limits
 from foreword.weights.config_reader import ConfigReader

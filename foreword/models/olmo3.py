@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,6 +13,7 @@ from foreword.models.decoder_config import (
     read_local_and_global_rope,
     read_window,
 )
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.olmo2 import EPS, Olmo2Layer
 from foreword.weights.config_reader import ConfigReader
 

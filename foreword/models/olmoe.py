@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config, read_moe_config
 from foreword.models.expert_weights import ExpertNames
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 

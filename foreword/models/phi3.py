@@ -6,8 +6,9 @@ from torch import Tensor
 
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_layer_windows, read_window
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.weights.config_reader import ConfigReader
 
 

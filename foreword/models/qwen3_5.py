@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, DecoderConfig, read_num_layers
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen3_next import read_hybrid_config, read_hybrid_moe
 from foreword.weights.config_reader import ConfigReader

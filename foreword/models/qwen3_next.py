@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE, StateShape
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
@@ -19,6 +19,7 @@ from foreword.models.decoder_config import (
     read_rope,
 )
 from foreword.models.expert_weights import ExpertNames, MoEConfig
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen3_moe import read_expert_layers
 from foreword.weights.config_reader import ConfigReader

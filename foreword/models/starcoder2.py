@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_num_layers, read_window
+from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.weights.config_reader import ConfigReader
 
