@@ -45,10 +45,10 @@ class Apertus(Decoder):
 
 
 def _read_alphas(builder: LayerBuilder) -> tuple[float, float]:
-    """See Ops.act; stored before a softplus. Weights without values (headers, sizes) are zeros."""
+    """See Ops.act; stored before a softplus. Without values (headers, sizes, random ones) constants are zeros."""
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     values = {name: builder.scalar(f"mlp.act_fn.{name}", shape) for name, shape in shapes.items()}
-    if any(values.values()) and values["beta"] != XIELU_BETA:
+    if (values["beta"] or values["eps"]) and values["beta"] != XIELU_BETA:
         problem = f"tensor `mlp.act_fn.beta` must be {XIELU_BETA} here, got {values['beta']:g}"
         raise CheckpointError(problem, "model")
     positive, negative = (math.log1p(math.exp(values[name])) for name in ("alpha_p", "alpha_n"))

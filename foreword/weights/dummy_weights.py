@@ -93,7 +93,10 @@ class DummyWeights:
         self.num_parameters = 0
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """float32: about 1 for norm weights, about 0 for biases, else normal as a matrix."""
+        """float32: about 1 for norm weights, about 0 for biases, 0 for constants, else normal as a matrix."""
+        if not shape:
+            self.num_parameters += 1
+            return torch.zeros((), device=self._device)
         is_vector = len(shape) == 1
         std = DUMMY_VECTOR_STD if is_vector else shape[-1] ** -0.5
         values = self._normal(name, shape, torch.float32, std)

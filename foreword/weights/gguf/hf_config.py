@@ -34,6 +34,7 @@ from foreword.weights.gguf.state_config import (
     LFM2_ARCHITECTURES,
     NEMOTRON_H_ARCHITECTURES,
     ROUTED_ARCHITECTURES,
+    SHARED_SIZE,
     STATE_ARCHITECTURES,
     falcon_h1_options,
     nemotron_h_expert_options,
@@ -148,7 +149,6 @@ MOE_ARCHITECTURES = (
     *ROUTED_ARCHITECTURES,
     *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
 )
-SHARED_SIZE = "expert_shared_feed_forward_length"
 EXPERTS_TENSOR, SHARED_TENSOR = "blk.{}.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
 FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
 FUSED_GATE_UP = ("glm4", "phi3")

@@ -25,6 +25,7 @@ KV_HEADS, DENSE_LAYERS = "attention.head_count_kv", "leading_dense_block_count"
 FEED_FORWARD, SIGMOID_GATING = "feed_forward_length", 2
 PATTERN_TENSORS = {"M": "ssm_in", "*": "attn_k", "-": "ffn_up", "E": "ffn_gate_inp"}
 RECURRENT_LAYERS = "attention.recurrent_layers"
+SHARED_SIZE = "expert_shared_feed_forward_length"
 
 
 def read_num_layers(metadata: MetadataReader) -> int:
@@ -202,16 +203,21 @@ def nemotron_h_expert_options(metadata: MetadataReader) -> dict[str, Any]:
     metadata.require_value("expert_group_used_count", 1)
     metadata.ignore("expert_shared_count")
     count, pattern = metadata.get_int("expert_count"), read_pattern(metadata)
+    used, shared_size = metadata.get_int("expert_used_count"), metadata.get_int(SHARED_SIZE)
+    if used > count:
+        raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
     if "E" in pattern:
+        shared = f"blk.{pattern.index('E')}.ffn_up_shexp.weight"
+        metadata.check_dimension(SHARED_SIZE, shared, 0, shared_size)
         experts = f"blk.{pattern.index('E')}.ffn_up_exps.weight"
         metadata.check_dimension("expert_count", experts, 0, count, 3)
         size = metadata.get_int("expert_feed_forward_length")
         metadata.check_dimension("expert_feed_forward_length", experts, 1, size, 3)
     return {
         "n_routed_experts": count,
-        "num_experts_per_tok": metadata.get_int("expert_used_count"),
+        "num_experts_per_tok": used,
         "moe_intermediate_size": metadata.get_int("expert_feed_forward_length"),
-        "moe_shared_expert_intermediate_size": metadata.get_int("expert_shared_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": shared_size,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
         "routed_scaling_factor": metadata.get_float("expert_weights_scale", 1.0),
     }
