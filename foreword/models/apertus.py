@@ -45,7 +45,7 @@ class Apertus(Decoder):
 
 
 def _read_alphas(builder: LayerBuilder) -> tuple[float, float]:
-    """See Ops.act; stored before a softplus. Without values (headers, sizes, random ones) constants are zeros."""
+    """See Ops.act; stored before a softplus. Constants without values (headers, random weights) are zeros."""
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     values = {name: builder.scalar(f"mlp.act_fn.{name}", shape) for name, shape in shapes.items()}
     if (values["beta"] or values["eps"]) and values["beta"] != XIELU_BETA:
