@@ -139,6 +139,10 @@ def prompts() -> list[list[int]]:
 
 # Checkpoints whose answers vary, and `ngram` sometimes predicts them; 1 elsewhere.
 SEEDS = {
+    "glm4_moe_lite": 2,
+    "granitemoeshared": 2,
+    "lfm2": 11,
+    "qwen3_next": 3,
     "gemma4_text": 2,
     "gemma4_unified_text": 2,
     "mixtral": 2,

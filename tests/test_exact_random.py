@@ -19,6 +19,7 @@ from tests.support.budget import examples
 from tests.support.checkpoints import (
     DELTA_NET_FAMILIES,
     FAMILIES,
+    LATENT_FAMILIES,
     MAMBA2_FAMILIES,
     MOE_FAMILIES,
     STATE_FAMILIES,
@@ -47,7 +48,7 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
     shape: dict[str, Any] = {
         "hidden_size": max(64, chance.choice(sizes)),
         "intermediate_size": chance.choice(sizes),
-        "head_dim": 16,
+        **({} if family in LATENT_FAMILIES else {"head_dim": 16}),
         "num_attention_heads": 16 if multiple > 64 else chance.choice((2, 4, 6)),
     }
     if family in DELTA_NET_FAMILIES:
@@ -58,6 +59,9 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
     if family in MAMBA2_FAMILIES:
         shape["mamba_n_heads"] = shape["hidden_size"] // 8
         shape["mamba_d_ssm"] = 2 * shape["hidden_size"] if family == "falcon_h1" else ...
+    if family in LATENT_FAMILIES:
+        shape |= {"num_key_value_heads": shape["num_attention_heads"], "v_head_dim": 16}
+        shape |= {"q_lora_rank": 64} if FAMILIES[family]["q_lora_rank"] else {}
     if family == "lfm2":
         shape["block_multiple_of"] = multiple
     if family in MOE_FAMILIES:
@@ -65,7 +69,8 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
             shape |= {key: chance.choice(sizes)} if key in known else {}
         count = chance.choice((1, 2, 5, 16))
-        key = next(key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in known)
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        key = next(key for key in keys if known.get(key, ...) is not ...)
         top_k_key = "moe_topk" if "moe_topk" in known else "num_experts_per_tok"
         shape |= {key: count, top_k_key: chance.randint(1, count)}
         shape |= {"n_group": 1, "topk_group": 1} if "n_group" in known else {}
@@ -74,8 +79,9 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
 
 def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
     """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
-    family = chance.choice(list(FAMILIES))
-    kinds = ("plain", "quantized", *(("gguf",) if family not in NO_GGUF_FAMILIES else ()))
+    family = chance.choice([name for name in FAMILIES if name != "nemotron_h"])  # its sizes have other names
+    has_gguf = family not in (*NO_GGUF_FAMILIES, *LATENT_FAMILIES)  # tests/weights/test_gguf_latent.py
+    kinds = ("plain", "quantized", *(("gguf",) if has_gguf else ()))
     kind = chance.choice(kinds)
     block = chance.choice(list(QUANT_BLOCKS))
     multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
@@ -112,7 +118,7 @@ def random_adapters(chance: random.Random, family: str, path: Path) -> dict[str,
         )
         for number in range(chance.randint(0, 3))
     ]
-    if not names or family == "phi3":
+    if not names or family in ("falcon_h1", "phi3"):  # GGUF files have scaled or fused projections
         return {}
     return {
         "lora_modules": ",".join(f"{name.name}={name}" for name in names),

@@ -67,7 +67,8 @@ def test_adapter_equals_merged_weights(family: str, tmp_path: Path) -> None:
     )
     assert [output.token_ids for output in tuned] == [output.token_ids for output in expected]
     assert [output.token_ids for output in tuned] != [output.token_ids for output in plain]
-    assert logprobs(tuned) == pytest.approx(logprobs(expected), abs=1e-4)
+    tolerance = 1e-3 if family == "gemma" else 1e-4  # whose norms, and so logits, are large here
+    assert logprobs(tuned) == pytest.approx(logprobs(expected), abs=tolerance)
 
 
 # Rows of the base and of adapters of several ranks and targets, next to each other.

@@ -24,6 +24,7 @@ from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of
 
 LONG = tuple(random.Random(1).choices(range(256), k=97))
+UNKNOWN_FAMILIES = {"bailing_moe", "bailing_moe_v2", "mistral4"}  # to AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
     return vector_of(run(plain_engine(checkpoint), [embedding("a", prompt, pooling)])["a"])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNKNOWN_FAMILIES))
 def test_vectors_match_transformers(family: str, tmp_path: Path) -> None:
     """Chunked, for each pooling type."""
     path = write_checkpoint(tmp_path / "model", family, seed=3)

@@ -381,9 +381,8 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     if family in MOE_FAMILIES and family != "nemotron_h":
         counts = ("num_experts", "num_local_experts", "n_routed_experts")
         keys["expert_count"] = next(config[key] for key in counts if key in config)
-        keys["expert_used_count"] = (
-            config["moe_topk"][0] if "moe_topk" in config else config["num_experts_per_tok"]
-        )
+        used = config["moe_topk"] if "moe_topk" in config else config["num_experts_per_tok"]
+        keys["expert_used_count"] = used[0] if isinstance(used, list) else used
         keys["expert_feed_forward_length"] = config.get("moe_intermediate_size")
         shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
         keys["expert_shared_feed_forward_length"] = next(
