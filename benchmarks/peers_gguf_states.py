@@ -1,4 +1,4 @@
-"""Greedy tokens of Foreword and llama.cpp from the same small GGUF files: families with states, Gemma 4.
+"""Greedy tokens of Foreword and llama.cpp from the same GGUF files: states, Gemma 4, latent attention.
 
     python -m benchmarks.peers_gguf_states --peers ENVIRONMENT [--tokens 64]
 

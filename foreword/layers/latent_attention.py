@@ -25,11 +25,9 @@ class LatentShape:
 
     kv_lora_rank: int  # L: of the latent vector, which is V
     qk_rope_head_dim: int  # R: rotated values of a key, the same for all heads
-    qk_nope_head_dim: int  # of a query and head, beside R rotated ones
-    v_head_dim: int  # of a head's output
-    q_lora_rank: int | None = (
-        None  # of the vector between the two projections of queries; None: one projection
-    )
+    qk_nope_head_dim: int  # values of a query and head, beside R rotated ones
+    v_head_dim: int  # values of a head's output
+    q_lora_rank: int | None = None  # width between the two projections of queries; None: one projection
 
     @property
     def cached_dim(self) -> int:

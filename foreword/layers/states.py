@@ -18,12 +18,12 @@ from foreword.layers.norm import RMSNorm
 class Mamba2Config:
     """Options of Mamba-2 layers beside the shape of their state."""
 
-    eps: float  # of the norm
-    norm_groups: int = 1  # of values that are normalized together; 0: no norm
+    eps: float  # the norm's
+    norm_groups: int = 1  # the norm's groups of values; 0: no norm
     norms_first: bool = False  # the norm comes before the gate
     time_step_limits: tuple[float, float] = (0.0, math.inf)
     conv_bias: bool = True
-    bias: bool = False  # of the input projection
+    bias: bool = False  # the input projection's
     out_bias: bool = False
 
 

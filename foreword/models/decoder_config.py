@@ -90,7 +90,7 @@ class DecoderConfig:
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
     v_norm: bool = False  # values have an RMS norm without a weight
     double_wide_mlp: bool = False  # MLPs of layers that read K and V of earlier ones have twice the size
-    per_layer_size: int = 0  # of per-layer embeddings; 0: none
+    per_layer_size: int = 0  # values of per-layer embeddings; 0: none
     attn_gate: bool = False  # outputs of attention are gated, by rows of q_proj beside each head's
     head_bias: bool = False
     num_mtp_layers: int = 0  # layers of an MTP head, after the others in the files: they are not loaded

@@ -19,9 +19,7 @@ from foreword.weights.renamed_weights import ReorderedWeights
 
 JOINED = "kv_b_proj.weight"  # rows of keys, then of values, of one head after the other
 KEYS, VALUES = "k_b_proj.weight", "v_b_proj.weight"  # of GGUF files: keys are transposed
-
-
-NORM_EPS = 1e-6  # of the norms within latent attention, whatever that of the others
+NORM_EPS = 1e-6  # norms within latent attention, whatever that of the others
 
 
 class MakeLinear(Protocol):

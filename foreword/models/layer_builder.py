@@ -34,7 +34,7 @@ class DecoderLayer(Protocol):
     """One layer of a model."""
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: Any) -> Tensor:
-        """x [T, H] -> [T, H]; cache is the layer's KVLayer or StateLayer"""
+        """x [T, H] -> [T, H]; cache is the layer's LayerCache"""
 
 
 class LayerBuilder:
