@@ -89,6 +89,38 @@ def _inputs_before(state: StateLayer, span: _Span, count: int) -> Tensor:
     return before
 
 
+class _Row(NamedTuple):
+    """A row of a step, and what the earlier rows of its segment left in the ring of its request."""
+
+    batch_row: int
+    place: int  # in the ring
+    before: list[int]  # places of the earlier rows, in order
+    keys: Tensor  # [ring, key heads, key dim], like the next two
+    updates: Tensor
+    decays: Tensor
+    matrix: Tensor  # the state before the segment
+
+    def add_decay(self, decay: Tensor) -> Tensor:
+        """The decay since the begin of the segment."""
+        return self.decays[self.before[-1]] + decay if self.before else decay
+
+
+def _walk_rows(state: StateLayer, batch: Batch) -> Iterator[_Row]:
+    """Rows in order; each must be written to the ring before the next one is taken."""
+    ring, matrix = state.keys.shape[1], torch.zeros(0)
+    for span in _spans(batch):
+        matrix = _matrix_before(matrix, state, span)
+        segment_start = span.first // SEGMENT * SEGMENT
+        parts = state.keys[span.slot], state.updates[span.slot], state.decays[span.slot]
+        for index, position in enumerate(range(span.first, span.first + len(span.rows)), span.rows.start):
+            before = (torch.arange(segment_start, position) % ring).tolist()
+            yield _Row(index, position % ring, before, *parts, matrix)
+        if span.is_full:
+            matrix = _advance(matrix, state, span)
+            if span.next_anchor != NO_ANCHOR:
+                state.matrices[span.next_anchor] = matrix
+
+
 def gated_delta_rule(
     qkv: Tensor,
     alpha: Tensor,
@@ -102,40 +134,27 @@ def gated_delta_rule(
     shape = state.shape
     out = qkv.new_zeros(qkv.shape[0], shape.value_heads, shape.value_dim)
     keys_size, group = shape.key_heads * shape.key_dim, shape.value_heads // shape.key_heads
-    ring = state.keys.shape[1]
-    matrix = torch.zeros(0)
-    for span in _spans(batch):
-        matrix = _matrix_before(matrix, state, span)
-        segment_start = span.first // SEGMENT * SEGMENT
-        keys, updates, decays = state.keys[span.slot], state.updates[span.slot], state.decays[span.slot]
-        for row, position in enumerate(range(span.first, span.first + len(span.rows)), span.rows.start):
-            wide = qkv[row].to(torch.float32)
-            q, k = (_normalize(part.view(shape.key_heads, -1)) for part in wide[: 2 * keys_size].chunk(2))
-            keys[position % ring] = k
-            k = keys[position % ring].to(torch.float32).repeat_interleave(group, 0)
-            q = (q * shape.key_dim**-0.5).repeat_interleave(group, 0)
-            v = wide[2 * keys_size :].view(shape.value_heads, -1)
-            decay = -rates * F.softplus(alpha[row].to(torch.float32) + offsets)
-            before = torch.arange(segment_start, position) % ring
-            if position > segment_start:
-                decay = decays[(position - 1) % ring] + decay
-            read_k, read_q = (
-                torch.exp(decay)[:, None] * torch.einsum("hkv,hk->hv", matrix, x) for x in (k, q)
-            )
-            for index in before.tolist():
-                factor = torch.exp(decay - decays[index])
-                key = keys[index].to(torch.float32).repeat_interleave(group, 0)
-                update = updates[index].to(torch.float32)
-                read_k = read_k + (factor * (key * k).sum(1))[:, None] * update
-                read_q = read_q + (factor * (key * q).sum(1))[:, None] * update
-            updates[position % ring] = torch.sigmoid(beta[row].to(torch.float32))[:, None] * (v - read_k)
-            update = updates[position % ring].to(torch.float32)
-            out[row] = read_q + (k * q).sum(1)[:, None] * update
-            decays[position % ring] = decay
-        if span.is_full:
-            matrix = _advance(matrix, state, span, group)
-            if span.next_anchor != NO_ANCHOR:
-                state.matrices[span.next_anchor] = matrix
+    for row in _walk_rows(state, batch):
+        wide = qkv[row.batch_row].to(torch.float32)
+        q, k = (_normalize(part.view(shape.key_heads, -1)) for part in wide[: 2 * keys_size].chunk(2))
+        row.keys[row.place] = k
+        k = row.keys[row.place].to(torch.float32).repeat_interleave(group, 0)
+        q = (q * shape.key_dim**-0.5).repeat_interleave(group, 0)
+        v = wide[2 * keys_size :].view(shape.value_heads, -1)
+        decay = row.add_decay(-rates * F.softplus(alpha[row.batch_row].to(torch.float32) + offsets))
+        read_k, read_q = (
+            torch.exp(decay)[:, None] * torch.einsum("hkv,hk->hv", row.matrix, x) for x in (k, q)
+        )
+        for index in row.before:
+            factor = torch.exp(decay - row.decays[index])
+            key = row.keys[index].to(torch.float32).repeat_interleave(group, 0)
+            update = row.updates[index].to(torch.float32)
+            read_k = read_k + (factor * (key * k).sum(1))[:, None] * update
+            read_q = read_q + (factor * (key * q).sum(1))[:, None] * update
+        row.updates[row.place] = torch.sigmoid(beta[row.batch_row].to(torch.float32))[:, None] * (v - read_k)
+        update = row.updates[row.place].to(torch.float32)
+        out[row.batch_row] = read_q + (k * q).sum(1)[:, None] * update
+        row.decays[row.place] = decay
     return out
 
 
@@ -153,32 +172,20 @@ def ssm_scan(
     shape = state.shape
     out = cbx.new_zeros(cbx.shape[0], shape.value_heads, shape.value_dim)
     keys_size, group = shape.key_heads * shape.key_dim, shape.value_heads // shape.key_heads
-    ring = state.keys.shape[1]
-    matrix = torch.zeros(0)
-    for span in _spans(batch):
-        matrix = _matrix_before(matrix, state, span)
-        segment_start = span.first // SEGMENT * SEGMENT
-        keys, updates, decays = state.keys[span.slot], state.updates[span.slot], state.decays[span.slot]
-        for row, position in enumerate(range(span.first, span.first + len(span.rows)), span.rows.start):
-            c, b = (part.view(shape.key_heads, -1) for part in cbx[row, : 2 * keys_size].chunk(2))
-            c = c.to(torch.float32).repeat_interleave(group, 0)
-            x = cbx[row, 2 * keys_size :].to(torch.float32).view(shape.value_heads, -1)
-            time_step = F.softplus(time_steps[row].to(torch.float32) + offsets).clamp(*limits)
-            decay = -rates * time_step
-            if position > segment_start:
-                decay = decays[(position - 1) % ring] + decay
-            keys[position % ring], updates[position % ring] = b, time_step[:, None] * x
-            decays[position % ring] = decay
-            total = torch.exp(decay)[:, None] * torch.einsum("hkv,hk->hv", matrix, c)
-            for index in (torch.arange(segment_start, position + 1) % ring).tolist():
-                factor = torch.exp(decay - decays[index])
-                key = keys[index].to(torch.float32).repeat_interleave(group, 0)
-                total = total + (factor * (key * c).sum(1))[:, None] * updates[index].to(torch.float32)
-            out[row] = total + skips[:, None] * x
-        if span.is_full:
-            matrix = _advance(matrix, state, span, group)
-            if span.next_anchor != NO_ANCHOR:
-                state.matrices[span.next_anchor] = matrix
+    for row in _walk_rows(state, batch):
+        c, b = (part.view(shape.key_heads, -1) for part in cbx[row.batch_row, : 2 * keys_size].chunk(2))
+        c = c.to(torch.float32).repeat_interleave(group, 0)
+        x = cbx[row.batch_row, 2 * keys_size :].to(torch.float32).view(shape.value_heads, -1)
+        time_step = F.softplus(time_steps[row.batch_row].to(torch.float32) + offsets).clamp(*limits)
+        decay = row.add_decay(-rates * time_step)
+        row.keys[row.place], row.updates[row.place] = b, time_step[:, None] * x
+        row.decays[row.place] = decay
+        total = torch.exp(decay)[:, None] * torch.einsum("hkv,hk->hv", row.matrix, c)
+        for index in (*row.before, row.place):
+            factor = torch.exp(decay - row.decays[index])
+            key = row.keys[index].to(torch.float32).repeat_interleave(group, 0)
+            total = total + (factor * (key * c).sum(1))[:, None] * row.updates[index].to(torch.float32)
+        out[row.batch_row] = total + skips[:, None] * x
     return out
 
 
@@ -194,8 +201,9 @@ def _normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(1, keepdim=True) + NORM_EPS)
 
 
-def _advance(matrix: Tensor, state: StateLayer, span: _Span, group: int) -> Tensor:
+def _advance(matrix: Tensor, state: StateLayer, span: _Span) -> Tensor:
     """The state after a full segment."""
+    group = state.shape.value_heads // state.shape.key_heads
     ring, start = state.keys.shape[1], span.first // SEGMENT * SEGMENT
     last = state.decays[span.slot, (start + SEGMENT - 1) % ring]
     result = torch.exp(last)[:, None, None] * matrix
