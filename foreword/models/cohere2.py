@@ -118,19 +118,23 @@ class Cohere2Moe(Cohere):
         base = _read_cohere_config(config, "cohere2_moe", layer_types, HEAD_DIM, size)
         if "rms_norm_eps" in config:
             base = replace(base, norm_type="rms", eps=config.get_float("rms_norm_eps"))
+        moe = _read_moe(config, has_experts)
         num_mtp_layers = config.get_int("num_nextn_predict_layers", 0, low=0)
-        return replace(base, moe=_read_moe(config, has_experts), num_mtp_layers=num_mtp_layers)
+        strategies = {"average": "average", "sum": "sum"}
+        strategy = config.get_choice("shared_expert_combination_strategy", strategies, "average")
+        if moe.shared_intermediate_size and strategy == "average":
+            moe = replace(moe, experts=replace(moe.experts, scale=0.5))
+            base = replace(base, row_scales={f"{NAMES.shared}.down_proj.weight": 0.5})
+        return replace(base, moe=moe, num_mtp_layers=num_mtp_layers)
 
 
 def _read_moe(config: ConfigReader, has_experts: list[bool]) -> MoEConfig:
     shared = config.get_int("num_shared_experts", 0, low=0)
-    strategies = {"average": "average", "sum": "sum"}
-    averages = config.get_choice("shared_expert_combination_strategy", strategies, "average") == "average"
     scoring = config.get_choice(
         "expert_selection_fn", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"
     )
     renormalizes = config.get_bool("norm_topk_prob", True)
-    moe = read_moe_config(
+    return read_moe_config(
         config,
         NAMES,
         renormalize=renormalizes or scoring == "softmax",
@@ -138,9 +142,6 @@ def _read_moe(config: ConfigReader, has_experts: list[bool]) -> MoEConfig:
         shared_intermediate_size=shared * config.get_int("intermediate_size"),
         scoring=scoring,
     )
-    if not shared or not averages:
-        return moe
-    return replace(moe, experts=replace(moe.experts, scale=0.5), halves_shared=True)
 
 
 def _read_cohere_config(

@@ -44,7 +44,6 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # 0: no shared expert
     bias: bool = False  # router and experts have biases
     is_gpt_oss: bool = False  # see _GptOssExperts
-    halves_shared: bool = False  # the output of the shared expert
     score_bias: str | None = None  # name in the module of what is added to scores
     expert_scales: str | None = None  # name in the module of factors of the experts' weights
 

@@ -314,9 +314,6 @@ class LayerBuilder:
         else:
             mlp = self.ungated_mlp(names.shared, size=size)
         gate = None if names.shared_gate is None else self._router(names.shared_gate, 1)
-        if moe.halves_shared:  # sigmoid(0) is 1/2
-            zeros = torch.zeros(1, self._config.hidden_size, device=self._lora.device)
-            gate = Linear(self.ops, self.ops.pack_linear([zeros], "float32"), torch.float32)
         return SharedExpert(self.ops, mlp, gate)
 
     def _router(self, name: str, num_rows: int, bias: bool = False) -> Linear:

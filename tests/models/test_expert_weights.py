@@ -25,6 +25,7 @@ from foreword.weights.safetensors_weights import SafetensorsWeights, join_mxfp4
 from tests.support.checkpoints import MOE_FAMILIES, change_config, replace_by_mxfp4, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import quantize, write_gguf
+from tests.support.quantized_checkpoints import FORMATS, write_quantized
 
 PROMPT = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32}
@@ -195,6 +196,31 @@ def test_gpt_oss_gguf_in_mxfp4_equals_the_checkpoint(tmp_path: Path) -> None:
 
     file = write_gguf(plain, tmp_path / "model.gguf", kind)
     assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(plain).logits(PROMPT))
+
+
+def halve_experts(tensors: Tensors) -> None:
+    for name in tensors:
+        if re.search(r"experts(\.\d+)?\.down_proj", name):
+            tensors[name] = tensors[name] / 2
+
+
+@pytest.mark.parametrize("kind", ["floats", "pack-quantized", "fp8-block", "int4"])
+def test_averaged_shared_expert_has_the_bits_of_halved_experts(kind: str, tmp_path: Path) -> None:
+    """Half of the sum of all experts, or the sum of experts with half the values."""
+    shape = {"intermediate_size": 64, "prefix_dense_intermediate_size": 64}
+    paths = []
+    for strategy in ("average", "sum"):
+        options = {**shape, "shared_expert_combination_strategy": strategy}
+        path = write_checkpoint(tmp_path / strategy, "cohere2_moe", **options)
+        if strategy == "sum":
+            change(path, halve_experts)
+        if kind in FORMATS:
+            write_quantized(path, tmp_path / f"{strategy}-{kind}", kind)
+            path = tmp_path / f"{strategy}-{kind}"
+        paths.append(path)
+    options = {"quantization": kind} if kind == "int4" else {}
+    average, total = (ForwardHelper(path, **options).logits(PROMPT) for path in paths)
+    assert torch.equal(average, total)
 
 
 def test_active_parameters(tmp_path: Path) -> None:
