@@ -195,6 +195,10 @@ def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConf
     architecture, decoder = read_decoder(read_text_config(config), "llama")
     if decoder.per_layer_size:
         raise config.error("text_config", "has per-layer embeddings, of which images have none")
+    if decoder.head_bias:
+        raise config.error(
+            "text_config", f"{decoder.architecture} has a bias in its head, and LLaVA has none"
+        )
     tied = config.get_bool("tie_word_embeddings", False) or decoder.tie_word_embeddings
     dtype = config.get_dtype() if "dtype" in config or "torch_dtype" in config else decoder.dtype
     return architecture, replace(

@@ -320,9 +320,13 @@ def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, An
         read_model_info(tmp_path)
 
 
-def test_decoder_with_per_layer_embeddings_is_refused(tmp_path: Path) -> None:
-    write_vision_checkpoint(tmp_path, "llava", text="gemma4_text")
-    with pytest.raises(CheckpointError, match="`text_config` has per-layer embeddings"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("gemma4_text", "has per-layer embeddings"), ("phi", "phi has a bias in its head, and LLaVA has none")],
+)
+def test_decoders_that_llava_cannot_hold_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path, "llava", text=text)
+    with pytest.raises(CheckpointError, match=f"`text_config` {message}"):
         read_model_info(tmp_path)
 
 
