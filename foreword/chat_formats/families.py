@@ -265,6 +265,45 @@ _ALL: Final = (
         template_markers=("<minimax:tool_call>",),
     ),
     ChatFormat(
+        "hunyuan",
+        _json_array("<tool_calls>", "</tool_calls>", JsonCall()),
+        reasoning=THINK,
+        content=("<answer>", "</answer>"),  # which its templates do not write
+        template_markers=("<tool_calls>[", "<think>"),
+    ),
+    ChatFormat(
+        "apertus",
+        ToolFormat(
+            ('{"', Name(), '":', SPACE, JsonArguments(), "}"),
+            ("<|tools_prefix|>", "["),
+            COMMA,
+            ("]", "<|tools_suffix|>"),
+        ),
+        reasoning=ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", space="", ended_by_call=True),
+        template_markers=("<|tools_prefix|>", "<|inner_prefix|>"),
+    ),
+    ChatFormat(
+        "solar-open",
+        ToolFormat(
+            (
+                "<|tool_call:begin|>",
+                CallId("[a-z0-9]{1,10}"),
+                "<|tool_call:name|>",
+                Name(),
+                "<|tool_call:args|>",
+                JsonArguments(),
+                "<|tool_call:end|>",
+            ),
+            ("<|tool_calls|>",),
+            (),
+        ),
+        reasoning=ReasoningFormat("<|think|>", "<|end|>", space=""),
+        content=("<|content|>", "<|end|>"),
+        dropped=("<|begin|>assistant", "<|calls|>"),
+        inner_tokens=("<|begin|>",),
+        template_markers=("<|tool_calls|>", "<|tool_call:args|>"),
+    ),
+    ChatFormat(
         "nemotron",
         _json_array("<TOOLCALL>", "</TOOLCALL>", JsonCall()),
         reasoning=THINK,

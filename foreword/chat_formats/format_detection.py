@@ -227,9 +227,8 @@ def _with_text_markers(
         if fmt.reasoning is None and (markers := find_markers(turn, REASONING)) is not None:
             fmt = replace(fmt, reasoning=ReasoningFormat(*markers))
         markers = find_markers(turn, CONTENT)
-        if fmt.reasoning is not None and markers is not None and markers[0] == fmt.reasoning.end:
-            markers = None
-        fmt = replace(fmt, content=None if markers is None else markers[:2])
+        if markers is not None and (fmt.reasoning is None or markers[0] != fmt.reasoning.end):
+            fmt = replace(fmt, content=markers[:2])
     return fmt
 
 

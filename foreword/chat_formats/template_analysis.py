@@ -166,9 +166,8 @@ def _tagged_call(turn: str, start: int, name: str, arguments: Mapping[str, Any])
         between=between,
     )
     header = after_name[: len(after_name) - len(key_begin)]
-    return _Core(
-        places[0][0], places[-1][1] + len(closer), (Name(), *to_parts(header), Space(between), tagged)
-    )
+    end = places[-1][1] + len(closer + between if tail.startswith(closer + between) else closer)
+    return _Core(places[0][0], end, (Name(), *to_parts(header), Space(between), tagged))
 
 
 def find_markers(turn: str, text: str) -> tuple[str, str, str] | None:

@@ -115,9 +115,35 @@ MORE_FAMILIES: Mapping[str, ToolFamily] = {
         content="{% if not message.tool_calls %}{{ message.content }}{% endif %}",
         history=FAMILIES["lfm2.5"].history,
     ),
+    "hunyuan": ToolFamily(
+        JSON_CALL,
+        begin="<tool_calls>[",
+        between=", ",
+        end="]</tool_calls>",
+        how="Write calls as <tool_calls>[...]</tool_calls>",
+    ),
+    "apertus": ToolFamily(
+        f'{{"{NAME}": {ARGUMENTS}}}',
+        begin="<|tools_prefix|>[",
+        between=", ",
+        end="]<|tools_suffix|>",
+        content=with_reasoning("<|inner_prefix|>", "<|inner_suffix|>"),
+    ),
+    "solar-open": ToolFamily(
+        f"<|tool_call:begin|>{{{{ call.id }}}}<|tool_call:name|>{NAME}<|tool_call:args|>{ARGUMENTS}"
+        "<|tool_call:end|>",
+        begin="<|tool_calls|>",
+        end="<|calls|>",
+        content="{% if message.reasoning_content %}<|think|>{{ message.reasoning_content }}<|end|>"
+        "<|begin|>assistant{% endif %}"
+        "{% if message.content %}<|content|>{{ message.content }}<|end|>{% endif %}",
+    ),
     "nemotron": ToolFamily(JSON_CALL, begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
 }
-THINKING = ("olmo3", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v4", "kimi-k2", "minimax-m2")
+THINKING = (
+    *("olmo3", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v4", "kimi-k2", "minimax-m2"),
+    "hunyuan",
+)
 # Templates that describe tools, and leave calls to be written into the content.
 WRITTEN = {
     "lfm2": "<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>",

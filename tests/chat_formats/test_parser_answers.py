@@ -342,6 +342,20 @@ ANSWERS: dict[str, tuple[str, str, str, str, list[tuple[str, str]]]] = {
         *("granite", "<think>a</think>\n<response>In XML: <response>x</response> y</response>\n"),
         *("a", "In XML: <response>x</response> y", []),
     ),
+    "markers of content that templates do not write": (
+        *("hunyuan", "<think>\na\n</think>\n<answer>\nb\n</answer>"),
+        *("a", "b", []),
+    ),
+    "a call within deliberation": (
+        *("apertus", '<|inner_prefix|>a<|tools_prefix|>[{"get_time": {}}]<|tools_suffix|>'),
+        *("a", "", TIMES),
+    ),
+    "a header between reasoning and a call": (
+        "solar-open",
+        "<|think|>a<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>0123456789<|tool_call:name|>get_time"
+        "<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        *("a", "", TIMES),
+    ),
     "local-inference-lab/vllm#22: prompt and model open the reasoning": (
         *(">hermes", "<think>\n<think>\na\n</think>\nb"),
         *("a", "b", []),

@@ -112,7 +112,7 @@ class CallId(FormatPart):
         word = yield from reader.peek_word()
         reader.call_id = word if re.fullmatch(self.pattern, word) else None
         reader.position += len(word)
-        return reader.tool is not None
+        return True
 
     def write(self, call: WrittenCall) -> str:
         return call.id
