@@ -155,6 +155,15 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", default="1,4,16", metavar="LIST", help="sessions at once (default: 1,4,16)")
     help_ = "modes compared with off, of suffix and auto (default: both)"
     add("--modes", default="suffix,auto", metavar="LIST", help=help_)
+    add(
+        "--set", default="tuning", choices=("tuning", "held-out"), help="styles of sessions (default: tuning)"
+    )
+    help_ = "size of the random weights, without --model (default: 27m)"
+    add("--shape", default="27m", choices=("27m", *SHAPES), help=help_)
+    help_ = "no engine: count what drafters find in the known answers"
+    add("--offline", action="store_true", help=help_)
+    help_ = "with --offline: cost of a further row in steps of one row (default: 0.05)"
+    add("--row-cost", type=float, default=0.05, metavar="X", help=help_)
     _add_number(parser, "--rounds", 3, "counted rounds of each mode")
     _add_json_option(parser)
     add_config_options(parser, ENGINE_GROUPS, more=("log_level",))

@@ -1,16 +1,21 @@
 """`foreword bench agent`: sessions of a coding agent, with speculation off, with `suffix` alone, and `auto`.
 
-Regime: a session is a loop of 8 to 20 steps with recorded tool results (workload.py); tools take no time,
-and the next step is sent when the answer before has ended. A cell has a number of sessions at once, with
-the contexts of --contexts in turn. In each round all modes run the same sessions one after the other, in
-rotated order; every round has sessions of its own, and no mode finds KV or answers of another. `off` is an
-engine that was started without speculation, the other modes share a second one. The first round is not
-counted: it has two answers a session and the smallest context, and compares hashes of the raw logits.
+Regime: a session is a loop of 8 to 30 steps with recorded tool results (workload.py), of one of two sets of
+styles (styles.py): `tuning`, or `held-out`, which no drafter is tuned on. Tools take no time, and the next
+step is sent when the answer before has ended. A cell has a number of sessions at once, with the contexts of
+--contexts in turn. In each round all modes run the same sessions one after the other, in rotated order; every
+round has sessions of its own, and no mode finds KV or answers of another. `off` is an engine that was started
+without speculation, the other modes share a second one. The first round is not counted: it has two answers a
+session and the smallest context, and compares hashes of the raw logits.
 
-Without --model the answers are recorded too, and the weights random (engine.py). That shows the machinery in
-the shape of an agent's traffic: prompts that grow by a result, cached prefixes, drafts that are right as
-often as the scripts repeat themselves. It does not show how predictable a model's own answers are. With
---model the model answers by itself, within its context; --model demo is such a run of 1,024 tokens.
+Without --model the answers are recorded too, and the weights random, of --shape (checkpoint.py). That shows
+the machinery in the shape of an agent's traffic: prompts that grow by a result, cached prefixes, drafts that
+are right as often as the scripts repeat themselves. It does not show how predictable a model's own answers
+are. With --model the model answers by itself, within its context; --model demo is such a run of 1,024 tokens.
+
+Generation is the time after an answer's first token; the first token's is mostly its prompt's. With --offline
+there is no engine: the known answers go through the drafters and the controller, and figures are counts
+(replay.py).
 
 Ratios are to `off`, above 1 is better, with 95 % intervals over the rounds. Answers and their events must be
 equal in all modes, nothing may be drafted with speculation off, and the sessions claimed must run at once,
@@ -32,8 +37,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from foreword.bench.agent.engine import CONTEXT, AgentEngine, AgentTarget, write_checkpoint
-from foreword.bench.agent.workload import Sources
+from foreword.bench.agent.checkpoint import AGENT_SHAPES, CONTEXT, write_checkpoint
+from foreword.bench.agent.engine import AgentEngine, AgentTarget
+from foreword.bench.agent.replay import run_offline
+from foreword.bench.agent.sources import Sources
 from foreword.bench.command import parse_names, parse_numbers
 from foreword.bench.figures import matched_results, mode_figures, repetition_figures
 from foreword.bench.measurement import (
@@ -90,6 +97,8 @@ TYPES: Sequence[dict[str, Any]] = (
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.offline:
+        return run_offline(args)
     contexts = parse_numbers("contexts", args.contexts)
     loads = parse_numbers("concurrency", args.concurrency)
     known = {mode.name: mode for mode in (SUFFIX, AUTO)}
@@ -101,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
         recorded = config.model is None
         if recorded:
             with session.waiting("writing a model"):
-                model = write_checkpoint(Path(folder), sources.texts.values())
+                texts, shape = sources.texts.values(), AGENT_SHAPES[args.shape]
+                model = write_checkpoint(Path(folder), texts, shape)
             config = _recorded_config(config, model, contexts, max(loads))
         with session.waiting(f"loading the model {config.model}"):
             config = with_all_drafters(config)
             off = replace(config, speculate="off", draft_model=None)
-            target = AgentTarget({PLAIN: off, ADAPTIVE: config}, recorded, sources, contexts)
+            target = AgentTarget({PLAIN: off, ADAPTIVE: config}, recorded, sources, contexts, args.set)
         measurement = Measurement(target, modes, args.rounds, _cell_result)
         for load in loads:
             sizes = (target.contexts_of(load, number) for number in range(args.rounds + 1))
@@ -117,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
         session.run(steps, f"{len(loads)} cells, {rounds_text(args.rounds)}")
         cells = measurement.cells
         result = {
-            "model": "recorded answers" if recorded else model_name(config),
+            "model": f"recorded answers, {args.shape}" if recorded else model_name(config),
+            "set": args.set,
             "contexts": contexts,
             "rounds": args.rounds,
             "equal": target.exact and all(of["equal"] for cell in cells for of in cell["modes"].values()),
@@ -188,6 +199,9 @@ def _mode_result(pairs: Sequence[PairedRun]) -> dict[str, Any]:
         "session": geometric_mean_ratio([geometric_mean(of_round.values()) for of_round in by_session]),
         "slowest_session": geometric_mean_ratio([min(of_round.values()) for of_round in by_session]),
         "step": geometric_mean_ratio([_step_ratio(pair) for pair in pairs]),
+        "generation": geometric_mean_ratio(
+            [_generation_s(pair.plain) / _generation_s(pair.other) for pair in pairs]
+        ),
     }
     shown = {name: ratio.as_dict() for name, ratio in ratios.items() if ratio is not None}
     figures = mode_figures(pairs)
@@ -211,6 +225,11 @@ def _session_seconds(one: BenchRepetition) -> dict[int, float]:
     return seconds
 
 
+def _generation_s(one: BenchRepetition) -> float:
+    """Seconds of all requests after their first token."""
+    return sum(result.total_s - (result.ttft_s or 0.0) for result in one.results)
+
+
 def _step_ratio(pair: PairedRun) -> float:
     return geometric_mean(plain.total_s / other.total_s for plain, other in matched_results(pair))
 
@@ -223,6 +242,8 @@ def _times(rounds: Sequence[BenchRepetition]) -> dict[str, float]:
         ),
         "step_s": statistics.median(result.total_s for result in results),
         "first_token_s": statistics.median(result.ttft_s or 0.0 for result in results),
+        "generation_s": statistics.median(map(_generation_s, rounds)),
+        "prompt_s": statistics.median(sum(result.ttft_s or 0.0 for result in one.results) for one in rounds),
     }
 
 
@@ -256,6 +277,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "mode",
         "session [95 %]",
         "slowest",
+        "generation",
         "first token",
         "cached",
         "reused",
@@ -265,6 +287,7 @@ def _show(result: Mapping[str, Any]) -> None:
     legend = (
         "session [95 %]: time of a session: seconds with off, else the ratio to it.",
         "slowest: the session that gained least, mean over the rounds.",
+        "generation: time after first tokens, seconds of all requests with off, else the ratio to it.",
         "first token: of a step, over off.",
         "cached: share of the prompt tokens after a tool's result.",
         "reused: the same of the tokens that the step before had read or written.",
@@ -288,6 +311,7 @@ def _row(cell: Mapping[str, Any], mode: str, of: Mapping[str, Any], session: str
         mode,
         session,
         "" if is_off else ratio_text({"ratio": of["slowest_session"]["ratio"]}),
+        f"{of['generation_s']:.1f} s" if is_off else ratio_text({"ratio": of["generation"]["ratio"]}),
         f"{of['first_token_s'] * 1e3:.0f} ms"
         if is_off
         else ratio_text({"ratio": of["first_token"]["ratio"]}),
@@ -302,8 +326,8 @@ def measure_parser(engine: AgentEngine, bound: BoundFormat, sources: Sources) ->
     """Microseconds of a token, in answers with one call that writes a file, by characters of the file."""
     source, costs = "\n".join(sources.texts.values()), {}
     for size in PARSED_CHARACTERS:
-        arguments = json.dumps({"path": "a.py", "content": source[:size]}, ensure_ascii=False)
-        answer = f'I write it.\n<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+        arguments = json.dumps({"file_path": "a.py", "content": source[:size]}, ensure_ascii=False)
+        answer = f'I write it.\n<tool_call>\n{{"name": "Write", "arguments": {arguments}}}\n</tool_call>'
         token_ids = engine.tokenizer.encode(answer, add_special_tokens=False)
         decode = engine.tokenizer.decode
         tokens = [(token_id, decode([token_id])) for token_id in token_ids]

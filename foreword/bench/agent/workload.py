@@ -1,62 +1,42 @@
-"""Scripted sessions of a coding agent: tool calls with recorded results, made from Foreword's own files.
+"""Scripted sessions of a coding agent: tool calls with recorded tool results, made from Foreword's own files.
 
-A script is a function of its number: the agent searches, reads, edits, writes and tests in a copy of the
-package's files, and the tools' results are what these files hold. Edits repeat lines that were read, as real
-ones do. Of each answer, a sentence (a docstring from elsewhere), the line that an edit adds, and the text of
-a new file occur nowhere in the session before. An answer has about 170 tokens on average: traces of coding
-agents have medians from 180 to 250 (TraceLab, arXiv 2606.30560).
+A script is a function of its number and its set (styles.py): the agent searches, reads, edits, writes and
+tests in a copy of the package's files, and the tools' results are what these files hold, numbered, coloured
+or as a diff. An edit keeps up to four lines on either side and inserts, changes, renames, removes or indents
+the others. Of each answer, a sentence (a docstring from elsewhere), what an edit adds (lines of another file)
+and the text of a new file occur nowhere in the session before, unless by chance.
 """
 
 from __future__ import annotations
 
-import ast
-import re
-import textwrap
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import foreword
+from foreword.bench.agent.edits import Edit, Editor
+from foreword.bench.agent.sources import Corpus, Sources
+from foreword.bench.agent.styles import SETS, Action, AgentStyle
 from foreword.chat_formats.tools import Tool
 
-MIN_STEPS, MAX_STEPS = 8, 20
+MIN_STEPS, MAX_STEPS = 8, 30
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 400, 2000  # context per step: a short one has few steps
-NOTES_SHARE = 0.35  # share of the context before the first step: tools and notes on the project
+NOTES_SHARE = 0.3  # share of the context before the first step: tools and notes on the project
 TOOL_TOKENS = 450  # length of the tools' description
 ANSWER_TOKENS, TURN_TOKENS = 160, 30  # mean answer; template around a step
-MIN_RESULT_TOKENS = 30
+MIN_RESULT_TOKENS = 60
 LINE_TOKENS = 14  # mean line of code
-MIN_FILE_LINES, MAX_FILE_LINES = 60, 700
-MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 8, 24  # limits of a new file's text
-MIN_NAME_LENGTH, MIN_SENTENCE_LENGTH = 8, 40
-MAX_NEIGHBOUR_LINES = 8  # unchanged lines of an edit on either side
-SHOWN_LINES = 3  # lines of an edited file around the edit
-NUM_TEST_FILES = 4
-WEIGHTS = {"read": 6, "edit": 5, "grep": 3, "test": 2, "write": 1}
+MAX_NEW_LINES = 24  # of a new file
+MAX_REWRITTEN_LINES = 120  # of a file that is written as a whole; a longer one is cut there
+SHOWN_LINES = 4  # lines of an edited file around the edit
+NUM_TEST_FILES = 3
 SYSTEM = (
     "You are a coding agent in the repository of Foreword, an inference engine. Say in one or two sentences "
     "what you do next, then call one tool. Edits replace a text that occurs once in the file.\n\n"
     "# Notes on the project\n"
 )
-
-
-def _tool(name: str, description: str, **properties: str) -> Tool:
-    types = {"offset": "integer", "limit": "integer"}
-    schema = {
-        key: {"type": types.get(key, "string"), "description": text} for key, text in properties.items()
-    }
-    return Tool(name, description, {"type": "object", "properties": schema, "required": list(properties)})
-
-
-TOOLS = (
-    _tool("grep", "Search all files.", pattern="regular expression", path="file or folder"),
-    _tool("read", "Read lines of a file.", path="file", offset="first line", limit="number of lines"),
-    _tool("edit", "Replace a text in a file.", path="file", old_string="old text", new_string="new text"),
-    _tool("write", "Write a new file.", path="file", content="text of the file"),
-    _tool("test", "Run tests.", command="command line"),
-)
+PATH_COLOUR, NUMBER_COLOUR, HIT_COLOUR, NO_COLOUR = "\x1b[35m", "\x1b[32m", "\x1b[01;31m", "\x1b[m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +47,7 @@ class AgentStep:
     tool: str
     arguments: Mapping[str, Any]
     result: str
+    places: Mapping[str, str] = field(default_factory=dict)  # what an argument holds, as in styles.PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +58,7 @@ class AgentScript:
     task: str
     steps: tuple[AgentStep, ...]
     summary: str  # the last answer, without a call
-
-
-class Sources:
-    """The files of the installed package, and texts from them."""
-
-    def __init__(self) -> None:
-        folder = Path(foreword.__file__).parent
-        texts = {
-            f"foreword/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
-            for path in sorted(folder.rglob("*.py"))
-        }
-        self.texts = texts
-        trees = {path: ast.parse(text) for path, text in texts.items()}
-        self.notes = "\n".join(
-            f"- `{path}`: {doc}" for path, tree in trees.items() if (doc := ast.get_docstring(tree))
-        )
-        functions = [
-            (path, node)
-            for path, tree in trees.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)
-        ]
-        first_lines = ((ast.get_docstring(node) or "").partition("\n")[0] for _, node in functions)
-        self.sentences = sorted({line for line in first_lines if len(line) >= MIN_SENTENCE_LENGTH})
-        lines = {path: text.splitlines() for path, text in texts.items()}
-        self.functions = [
-            textwrap.dedent("\n".join(lines[path][node.lineno - 1 : node.end_lineno]))
-            for path, node in functions
-            if MIN_FUNCTION_LINES <= (node.end_lineno or 0) - node.lineno <= MAX_FUNCTION_LINES
-        ]
-        self.names: dict[str, list[str]] = {}  # file: functions that it defines and uses
-        for path, node in functions:
-            is_fit = (
-                MIN_FILE_LINES <= len(lines[path]) <= MAX_FILE_LINES and len(node.name) >= MIN_NAME_LENGTH
-            )
-            if is_fit and texts[path].count(node.name) > 1:
-                self.names.setdefault(path, []).append(node.name)
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(slots=True)
@@ -122,13 +67,16 @@ class _WorkingCopy:
 
     rng: Random
     sources: Sources
-    files: dict[str, str]
-    path: str  # file of the function to rename
+    corpus: Corpus
+    style: AgentStyle
+    editor: Editor
+    path: str  # file of the identifier to rename
     old: str
     new: str
     count: Callable[[str], int]  # tokens of a text
     room: int  # tokens of the steps to come
     num_left: int  # steps to come
+    files: dict[str, str] = field(default_factory=dict)
     seen: list[tuple[str, int, int]] = field(default_factory=list)  # file, first line, number of lines
     num_written: int = 0
 
@@ -138,80 +86,124 @@ class _WorkingCopy:
         return max(self.room // self.num_left - ANSWER_TOKENS - TURN_TOKENS, MIN_RESULT_TOKENS)
 
     def read(self) -> AgentStep:
-        path = (
-            self.path
-            if not self.seen or self.rng.random() < 0.4
-            else self.rng.choice(list(self.sources.names))
-        )
+        is_new = self.seen and self.rng.random() < 0.6
+        path = self.rng.choice(self.corpus.paths) if is_new else self.path
         lines = self.files[path].splitlines()
         uses = [number for number, line in enumerate(lines) if self.old in line] or [len(lines) // 2]
         start = min(
             self.rng.choice(uses) - self.rng.randint(5, 15), len(lines) - self.result_tokens // LINE_TOKENS
         )
         start = max(start, 0)
-        count = sum(1 for _ in self._until(_numbered(lines, start)))
+        count = sum(1 for _ in self._until(self._numbered(lines, start)))
         self.seen.append((path, start, count))
-        arguments = {"path": path, "offset": start + 1, "limit": count}
-        return self._step(f"I read `{path}`.", "read", arguments, _numbered(lines, start))
+        values = {"path": path, "first": start + 1, "count": count, "last": start + count}
+        return self._step(self.style.read, values, self._numbered(lines, start))
 
     def grep(self) -> AgentStep:
-        name = self.rng.choice((self.old, self.new, self.rng.choice(self.sources.names[self.path])))
-        hits = (
-            f"{path}:{number}:{line}"
-            for path, text in self.files.items()
-            for number, line in enumerate(text.splitlines(), 1)
-            if name in line
-        )
+        names = [self.old, self.rng.choice(self.corpus.names[self.path])]
+        name = self.rng.choice(names + [self.new] * (self.new in self.files[self.path]))
         return self._step(
-            f"I search for uses of `{name}`.", "grep", {"pattern": name, "path": "foreword"}, hits
+            self.style.grep, {"path": self.path, "pattern": name, "folder": "foreword"}, self._hits(name)
         )
 
     def edit(self) -> AgentStep:
         path, start, count = self.rng.choice(self.seen)
         lines = self.files[path].splitlines()
         shown = range(start, min(start + count, len(lines)))
+        if not shown:
+            return self.read()
         spot = self.rng.choice([n for n in shown if self.old in lines[n]] or list(shown))
-        before, after = self.rng.randint(1, MAX_NEIGHBOUR_LINES), self.rng.randint(1, MAX_NEIGHBOUR_LINES)
-        first, last = max(spot - before, 0), min(spot + after + 1, len(lines))
-        indent = re.match(r" *", lines[spot])
-        added = f"{indent.group() if indent else ''}# {self.rng.choice(self.sources.sentences)}"
-        changed = [re.sub(rf"\b{self.old}\b", self.new, line) for line in lines[first:last]]
-        changed.insert(spot - first, added)
-        arguments = {
+        edit = self.editor.edit(lines, spot)
+        changed = edit.apply(lines)
+        self.files[path] = "\n".join(changed) + "\n"
+        values = {
             "path": path,
-            "old_string": "\n".join(lines[first:last]),
-            "new_string": "\n".join(changed),
+            "first": edit.first + 1,
+            "last": edit.first + len(edit.old),
+            "old": "\n".join(edit.old),
+            "new": "\n".join(edit.new),
+            "patch": edit.patch(path, lines),
+            "unified": edit.unified(path),
+            "blocks": edit.blocks(),
+            "content": "\n".join(changed[:MAX_REWRITTEN_LINES]) + "\n",
         }
-        lines[first:last] = changed
-        self.files[path] = "\n".join(lines) + "\n"
-        shown_lines = [f"Edited {path}:", *_numbered(lines, max(first - SHOWN_LINES, 0), last + SHOWN_LINES)]
-        return self._step(f"Now I change line {spot + 1} of `{path}`.", "edit", arguments, shown_lines)
+        return self._step(self.style.edit, values, self._edited(path, edit, changed))
 
     def write(self) -> AgentStep:
         self.num_written += 1
-        path = f"tests/test_{self.new}_{self.num_written}.py"
-        content = self.rng.choice(self.sources.functions) + "\n"
-        result = [f"Wrote {content.count(chr(10))} lines to {path}."]
-        return self._step(f"A test belongs in `{path}`.", "write", {"path": path, "content": content}, result)
+        path = f"tests/test_{self.new}_{self.num_written}{self.path[self.path.rindex('.') :]}"
+        lines = self.editor.fresh_lines(self.rng.randint(6, MAX_NEW_LINES))
+        values = {
+            "path": path,
+            "content": "\n".join(lines) + "\n",
+            "plus": "".join(f"+{line}\n" for line in lines),
+        }
+        return self._step(self.style.write, values, [f"Wrote {len(lines)} lines to {path}."])
 
     def test(self) -> AgentStep:
-        names = [path.replace("foreword/", "tests/").replace("/", "/test_") for path in self.sources.names]
-        files = self.rng.sample(names, NUM_TEST_FILES)
-        counts = [self.rng.randint(3, 40) for _ in files]
+        rng = self.rng
+        names = [path.replace("foreword/", "tests/").replace("/", "/test_") for path in self.corpus.paths]
+        files = rng.sample(names, min(NUM_TEST_FILES, len(names)))
+        counts = [rng.randint(3, 40) for _ in files]
         lines = [f"{path} {'.' * count}" for path, count in zip(files, counts, strict=True)]
-        lines.append(f"{sum(counts)} passed in {self.rng.randint(2, 90)}.{self.rng.randint(10, 99)}s")
-        command = f"python -m pytest -q {' '.join(files)}"
-        return self._step("I run the tests.", "test", {"command": command}, lines)
+        if self.seen and rng.random() < 0.5:
+            lines += self._failure()
+        lines.append(f"{sum(counts)} passed in {rng.randint(2, 90)}.{rng.randint(10, 99)}s")
+        return self._step(self.style.test, {"path": self.path, "files": " ".join(files)}, lines)
+
+    def _failure(self) -> list[str]:
+        """A traceback through lines that the session has read."""
+        path, start, count = self.rng.choice(self.seen)
+        lines = self.files[path].splitlines()
+        at = min(start + self.rng.randrange(max(count, 1)), len(lines) - 1)
+        shown = lines[max(at - SHOWN_LINES, 0) : at + 1]
+        name = self.rng.choice(self.corpus.names[self.path])
+        quoted = [*(f"    {line}" for line in shown[:-1]), f">   {shown[-1]}", f"E   ValueError: {name}"]
+        if self.style.has_colours:
+            quoted[-2:] = [f"\x1b[1m\x1b[31m{line}{NO_COLOUR}" for line in quoted[-2:]]
+        return ["=" * 20 + " FAILURES " + "=" * 20, *quoted, "", f"{path}:{at + 1}: ValueError"]
+
+    def _hits(self, name: str) -> Iterator[str]:
+        style = self.style
+        for path, text in self.files.items():
+            is_first = True
+            for number, line in enumerate(text.splitlines(), 1):
+                if name not in line:
+                    continue
+                if is_first and style.heading:
+                    yield style.heading.format(path=path)
+                is_first = False
+                shown, n = path, str(number)
+                if style.has_colours:
+                    shown, n = f"{PATH_COLOUR}{path}{NO_COLOUR}", f"{NUMBER_COLOUR}{number}{NO_COLOUR}"
+                    line = line.replace(name, f"{HIT_COLOUR}{name}{NO_COLOUR}")
+                yield style.hit.format(path=shown, n=n, line=line)
+
+    def _edited(self, path: str, edit: Edit, lines: Sequence[str]) -> list[str]:
+        """What the tool answers to an edit."""
+        if self.style.edit_result == "diff":
+            text = edit.unified(path).splitlines()
+            colours = {"+": "\x1b[32m", "-": "\x1b[31m"} if self.style.has_colours else {}
+            return [f"{colours[line[0]]}{line}{NO_COLOUR}" if line[:1] in colours else line for line in text]
+        if self.style.edit_result == "numbered":
+            first, last = max(edit.first - SHOWN_LINES, 0), edit.first + len(edit.new) + SHOWN_LINES
+            return [f"The file {path} has been edited:", *self._numbered(lines, first, last)]
+        return [f"Saved {path}."]
+
+    def _numbered(self, lines: Sequence[str], start: int, end: int | None = None) -> Iterator[str]:
+        form = self.style.line
+        return (form.format(n=number, line=line) for number, line in enumerate(lines[start:end], start + 1))
 
     def _step(
-        self, text: str, tool: str, arguments: Mapping[str, Any], lines: Iterator[str] | Sequence[str]
+        self, action: Action, values: Mapping[str, Any], lines: Iterator[str] | Sequence[str]
     ) -> AgentStep:
-        said = f"{self.rng.choice(self.sources.sentences)} {text}"
+        said = f"{self.rng.choice(self.sources.sentences)} {action.said.format(**values)}"
+        arguments = action.fill(values)
         result = "\n".join(self._until(iter(lines)))
         written = " ".join([said, *map(str, arguments.values())])
         self.room -= self.count(written) + self.count(result) + TURN_TOKENS
-        self.num_left -= 1
-        return AgentStep(said, tool, arguments, result)
+        self.num_left = max(self.num_left - 1, 1)
+        return AgentStep(said, action.tool, arguments, result, action.places())
 
     def _until(self, lines: Iterator[str]) -> Iterator[str]:
         """The lines up to the tokens of a result, at least one."""
@@ -224,10 +216,15 @@ class _WorkingCopy:
 
 
 def make_script(
-    number: int, sources: Sources, context_tokens: int, count: Callable[[str], int]
+    number: int, sources: Sources, context_tokens: int, count: Callable[[str], int], of_set: str = "tuning"
 ) -> AgentScript:
-    """The script of this number, whose last prompt has about `context_tokens`, as `count` counts them."""
-    rng = Random(number)
+    """The script of this number, whose last prompt has about `context_tokens`, as `count` counts them.
+
+    Styles and languages take turns. of_set: one of styles.SETS
+    """
+    styles = SETS[of_set]
+    rng = Random(number * len(SETS) + zlib.crc32(of_set.encode()))
+    corpus = sources.corpus(rng.choice(sources.languages), list(SETS).index(of_set))
     fewest, most = (
         min(max(context_tokens // tokens, MIN_STEPS), MAX_STEPS)
         for tokens in (MAX_STEP_TOKENS, MIN_STEP_TOKENS)
@@ -235,27 +232,29 @@ def make_script(
     num_steps = rng.randint(fewest, most)
     density = len(sources.notes) / count(sources.notes)
     notes = max(int(context_tokens * NOTES_SHARE) - TOOL_TOKENS, 0)
-    path = rng.choice(list(sources.names))
-    old = rng.choice(sources.names[path])
+    path = rng.choice(corpus.paths)
+    old = rng.choice(corpus.names[path])
+    new = f"{old}_{rng.choice(('checked', 'cached', 'ordered', 'bounded'))}"
     copy = _WorkingCopy(
         rng,
         sources,
-        dict(sources.texts),
+        corpus,
+        style := styles[number % len(styles)],
+        Editor(rng, corpus, old, new),
         path,
         old,
-        f"{old}_{rng.choice(('checked', 'cached', 'ordered', 'bounded'))}",
+        new,
         count,
         context_tokens - notes - TOOL_TOKENS - count(SYSTEM),
         num_steps,
+        dict(corpus.texts),
     )
     steps = [copy.grep(), copy.read()]
     while len(steps) < num_steps:
-        (kind,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = rng.choices(list(style.weights), list(style.weights.values()))
         steps.append(getattr(copy, kind)())
-    task = f"Rename the function {old} in {path} to {copy.new} wherever it is used, and test the change."
-    summary = f"{rng.choice(sources.sentences)} {old} is now {copy.new}, and the tests pass."
-    return AgentScript(SYSTEM + sources.notes[: int(notes * density)], task, tuple(steps), summary)
-
-
-def _numbered(lines: Sequence[str], start: int, end: int | None = None) -> Iterator[str]:
-    return (f"{number}\t{line}" for number, line in enumerate(lines[start:end], start + 1))
+    task = f"Rename {old} in {path} to {new} wherever it is used, make the changes below, and test them."
+    summary = f"{rng.choice(sources.sentences)} {old} is now {new}, and the tests pass."
+    return AgentScript(
+        SYSTEM + sources.notes[: int(notes * density)], task, tuple(steps), summary, style.tools()
+    )

@@ -24,9 +24,21 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
 
 
 @pytest.mark.full
+def test_offline_replay_counts_what_drafters_find(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--offline", "--contexts", "2048", "--concurrency", "1,2", "--rounds", "1", "--set", "held-out"]
+    first, second = (bench(capsys, *flags, "--modes", "suffix") for _ in range(2))
+    assert first[0] == 0 and first[1]["cells"] == second[1]["cells"], "figures are counts"
+    for cell in first[1]["cells"]:
+        of = cell["modes"]["suffix"]
+        assert of["speed"] > 1 and of["tokens"] == sum(tally["tokens"] for tally in of["by_place"].values())
+        assert of["accepted"] == sum(tally["accepted"] for tally in of["by_place"].values())
+        assert of["accepted"] == sum(tally["accepted"] for tally in of["by_drafter"].values())
+
+
+@pytest.mark.full
 def test_recorded_sessions_are_equal_in_all_modes(capsys: pytest.CaptureFixture[str]) -> None:
     code, result = bench(capsys, "--contexts", "2048", "--concurrency", "1", "--rounds", "1")
-    assert (code, result["equal"], result["model"]) == (0, True, "recorded answers")
+    assert (code, result["equal"], result["model"]) == (0, True, "recorded answers, 27m")
     (cell,) = result["cells"]
     assert cell["sessions"] == 1 and cell["steps"] >= 9
     assert cell["plain"]["reused"] > 0.97 and set(cell["modes"]) == {"suffix", "auto"}
@@ -75,7 +87,7 @@ def test_other_events_are_not_equal() -> None:
 
 
 def test_lost_call_voids_the_figures() -> None:
-    step = AgentStep("I read.", "read", {"path": "a.py"}, "text")
+    step = AgentStep("I read.", "read_file", {"path": "a.py"}, "text")
     session = AgentSession(("task", "text"), script=AgentScript("", "task", (step,), "done"))
     with pytest.raises(RegimeError, match="calls parsed: 0, not 1"):
         check_sessions(AUTO, [session], repetition(1.0))

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from foreword.bench.agent.engine import AgentEngine, AgentSession, write_checkpoint
+from foreword.bench.agent.checkpoint import write_checkpoint
+from foreword.bench.agent.engine import AgentEngine, AgentSession
 from foreword.bench.agent.workload import AgentScript, AgentStep
 from foreword.bench.measurement import AUTO, OFF, BenchRepetition, Mode
 from foreword.chat_formats.events import CallStart
@@ -22,7 +23,10 @@ TEXTS = [
 ]
 STEPS = tuple(
     AgentStep(
-        f"I read the file number {n}.", "read", {"path": "a.py", "offset": n, "limit": 2}, f"{n}\tthe text"
+        f"I read the file number {n}.",
+        "read_file",
+        {"path": "a.py", "offset": n, "limit": 2},
+        f"{n}\tthe text",
     )
     for n in range(4)
 )
@@ -65,7 +69,7 @@ def test_calls_are_parsed_and_prompts_grow_by_the_result(engine: AgentEngine) ->
     session = engine.make_session(SCRIPT, 2)
     results = answer(engine, session, AUTO).results
     names = [event.name for result in results for event in result.events if isinstance(event, CallStart)]
-    assert names == ["read"] * len(STEPS)
+    assert names == ["read_file"] * len(STEPS)
     block = engine.info.resolved.block_size
     for before, result in itertools.pairwise(results):
         known = (*before.prompt_ids, *before.output)
@@ -75,7 +79,7 @@ def test_calls_are_parsed_and_prompts_grow_by_the_result(engine: AgentEngine) ->
 
 def drafted_tokens(engine: AgentEngine, seed: int, tenant: str, constrained: bool) -> int:
     """Accepted draft tokens of an answer with a call of a few dozen tokens, after a prompt without it."""
-    text = f'{seed}<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    text = f'{seed}<tool_call>\n{{"name": "read_file", "arguments": {ARGUMENTS}}}\n</tool_call>'
     (end,) = engine.tokenizer.eos_token_ids
     answer = (*engine.tokenizer.encode(text, add_special_tokens=False), end)
     engine.use_answers([AgentSession(("task",), seed=seed, answers=(answer,))])
