@@ -35,10 +35,14 @@ def check_options(config: Config) -> None:
     _check_range("prompt_lookup_min", config.prompt_lookup_min, 1, config.prompt_lookup_max)
     if config.block_size & (config.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, got {config.block_size}", "block_size")
-    for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
+    for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory", "kv_cache_disk"):
         parse_bytes(name, getattr(config, name))
     if config.kv_cache_memory is not None and parse_tokens("kv_cache_memory", config.kv_cache_memory) is None:
         parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    if config.kv_cache_dir is not None and not config.prefix_caching:
+        raise ConfigError("kv_cache_dir needs prefix_caching: blocks are found by it", "kv_cache_dir")
+    if config.kv_cache_dir is not None and config.trace is not None:
+        raise ConfigError("trace cannot record what --kv-cache-dir reads: give one of them", "trace")
     if config.cpus is not None:
         parse_cpus(config.cpus)
     if config.gpus is not None and not GPUS_PATTERN.fullmatch(config.gpus):

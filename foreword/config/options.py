@@ -247,6 +247,10 @@ class Config:
         "file for the scheduler's decisions, for replay; has token ids; FILE.drafts: decisions on drafts",
     )
     prefix_caching: bool = scheduler_option(True, "reuse KV blocks of equal prompt prefixes")
+    kv_cache_dir: str | None = scheduler_option(
+        None, "directory where KV blocks are kept for later engines; they reveal prompts (default: none)"
+    )
+    kv_cache_disk: str = scheduler_option("20GiB", "limit of the files in --kv-cache-dir, of all engines")
 
     max_images: int = image_option(16, "maximum of images in one request", limits=(1, 1024))
     max_image_mb: int = image_option(

@@ -120,6 +120,22 @@ class DraftingStats:
 
 @_pickled_as_call
 @dataclass(frozen=True, slots=True)
+class KVDiskStats:
+    """The disk tier of the KV cache, as totals since the engine started."""
+
+    hit_tokens: int = 0  # whose KV was read
+    saved_seconds: float = 0.0  # expected time to compute them, less the time to read them
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    write_errors: int = 0
+    dropped_blocks: int = 0  # not written: too many were queued
+    refused: Mapping[str, int] = field(default_factory=dict)  # files that were not used, by reason
+
+
+@_pickled_as_call
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """The engine after a step. Counters are totals since the engine started."""
 
@@ -140,6 +156,7 @@ class StepStats:
     faults: Mapping[str, int] = field(default_factory=dict)  # errors of one request, by stage or "nonfinite"
     images_encoded_total: int = 0
     image_cache_hits_total: int = 0
+    kv_disk: KVDiskStats | None = None  # None: there is no disk tier
     replica: str = ""  # id of the engine among the replicas of its model; empty: the only one
 
 

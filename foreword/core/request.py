@@ -104,6 +104,7 @@ class RequestState:
         "finish_checker",
         "grammar",
         "id",
+        "is_loading",
         "is_pooling",
         "lora_slot",
         "max_len",
@@ -152,6 +153,7 @@ class RequestState:
         self.draft: list[int] = []  # not yet verified
         self.drafter = ""  # source of the draft
         self.confidence: tuple[float, ...] = ()  # confidence of the draft, as in Draft
+        self.is_loading = False  # waits for blocks of its prefix that are read from disk
         self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
         self.state_slot = 0  # ring of its rows in layers with state

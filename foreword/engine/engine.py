@@ -30,6 +30,7 @@ from foreword.errors import (
     RequestFailed,
     Unsupported,
 )
+from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.lora.adapter import AdapterSlots
 from foreword.planning.resolve import EngineInfo
 from foreword.speculation.draft_length.policy import PrefillLoad, RequestStep, StepRecord
@@ -66,6 +67,7 @@ class Engine:
         self.draft_encoder = draft_encoder
         self.overlap = overlap
         self.adapters = adapters
+        self.prefix_loader: PrefixLoader | None = None  # of a disk tier; set by load()
         self.grammars = model_runner.grammars
         self.timer = model_runner.timer
         self.num_submitted = 0  # also the arrival number of the next request
@@ -193,20 +195,28 @@ class Engine:
             with self.timer("draft"):
                 self.scheduler.set_drafts(self._propose_drafts())
         with self.timer("schedule"):
+            if self.prefix_loader is not None:
+                self.prefix_loader.step(self.scheduler.starting(), self.scheduler.states)
             scheduled = self.scheduler.schedule(self._encoder_rows)
         assert (
             scheduled.requests
             or scheduled.pooling_requests
             or self.encoder.cost_rows
             or events
+            or (self.prefix_loader is not None and self.prefix_loader.is_busy)
             or any(state.request.images for state in self.scheduler.running)  # a first image: no rows yet
         ), "live requests, but none of them is scheduled"
         if scheduled.requests:
             outputs = self._model_pass.run(scheduled.requests)  # _build_and_run(), retried on errors
+            if self.prefix_loader is not None:
+                num_rows = sum([request.num_tokens for request in scheduled.requests])
+                self.prefix_loader.record_step(num_rows, self.timer.seconds.get("forward", 0.0))
             events += self._update(scheduled, outputs)
         if scheduled.pooling_requests:
             pooled = self._pooling_pass.run(scheduled.pooling_requests)  # _build_and_pool()
             events += self._update_pooling(scheduled, pooled)
+        if not (scheduled.requests or scheduled.pooling_requests) and self.prefix_loader is not None:
+            self.prefix_loader.wait()
         return events
 
     def _build_and_run(self, requests: Sequence[ScheduledRequest]) -> Sequence[StepOutput]:
@@ -235,8 +245,10 @@ class Engine:
             return self._check_after_failure(self.scheduler.update_pooling(scheduled, vectors))
 
     def close(self) -> None:
-        """Cancel grammar compilation: the end of the process would wait for it."""
+        """Cancel grammar compilation, which the end of the process would wait for; write blocks to disk."""
         self.grammars.close()
+        if self.prefix_loader is not None:
+            self.prefix_loader.close()
 
     def check(self) -> None:
         """Assert the integrity of all bookkeeping; cheap enough for idle moments."""
@@ -442,6 +454,7 @@ class Engine:
             faults=faults,
             images_encoded_total=self.encoder.num_encoded,
             image_cache_hits_total=self.encoder.num_hits,
+            kv_disk=None if self.prefix_loader is None else self.prefix_loader.stats(),
         )
 
 

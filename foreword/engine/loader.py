@@ -19,6 +19,7 @@ from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import compute_types, types_in_use
+from foreword.engine.kv_tiers import make_prefix_loader
 from foreword.engine.memory_profiler import oom_message
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import load_library
@@ -78,7 +79,9 @@ def load(
         torch.set_num_threads(ops.num_torch_threads(chosen.threads))
         with builder.time_stage("weights"):
             models = _load_models(config, chosen, ops, draft_model, builder.report("weights"))
-        return builder.build(models, target, draft_model, measure_memory=resolved is None)
+        engine = builder.build(models, target, draft_model, measure_memory=resolved is None)
+        engine.prefix_loader = make_prefix_loader(config, engine, is_restart=resolved is not None)
+        return engine
     except (MemoryError, OSError, RuntimeError) as error:
         # Torch's CPU allocator raises a plain RuntimeError, and mmap() an OSError
         is_oom = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -36,6 +36,7 @@ class ModelRunner:
         self.sampler = sampler
         self.grammars = grammars
         self.timer = timer
+        self.kv = kv
         self.pooler = Pooler(model, kv)
         self.vocab_size = model.vocab_size  # width of the logits
         self.mrope = model.uses_mrope

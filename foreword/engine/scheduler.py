@@ -88,7 +88,7 @@ class Scheduler:
         self.block_manager = BlockManager(pool, block_size)
         self.state_cache = states
         if states is not None:
-            pool.on_lost = states.on_block_lost
+            pool.on_lost.append(states.on_block_lost)
         self.prefix_cache = PrefixCache(pool, block_size, prefix_caching, states)
         self.computable_until = computable_until
         self.fair_queue = FairQueue()

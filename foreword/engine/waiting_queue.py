@@ -122,7 +122,7 @@ class AdmissionFilter:
         ready, index, deferred = self._waiting.ready, 0, 0
         while index < len(ready) and deferred < self._max_num_seqs:
             state = ready[index]
-            if not is_skipped(state):
+            if not (state.is_loading or is_skipped(state)):
                 if self._is_blocked_on_images(state):
                     self._waiting.block(index)
                     continue

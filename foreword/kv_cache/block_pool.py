@@ -23,8 +23,9 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         # Since the last pop_changes(): gained digests (True) and lost ones (False); None: not recorded
         self._changes: dict[bytes, bool] | None = None
-        # Called with content that the index has lost
-        self.on_lost: Callable[[bytes], None] = lambda digest: None
+        # Called with content that the index has gained, and its block, or lost
+        self.on_gained: list[Callable[[bytes, int], None]] = []
+        self.on_lost: list[Callable[[bytes], None]] = []
 
     @property
     def num_free(self) -> int:
@@ -63,6 +64,10 @@ class BlockPool:
         """Whether the block can be found by its content."""
         return block in self._hash_of
 
+    def digest_of(self, block: int) -> bytes | None:
+        """The content of an indexed block."""
+        return self._hash_of.get(block)
+
     def is_free(self, digest: bytes) -> bool:
         """Whether acquiring this content takes a block off the free list."""
         return self._ref_counts[self._block_of[digest]] == 0
@@ -98,6 +103,8 @@ class BlockPool:
             self._block_of[digest] = block
             self._hash_of[block] = digest
             self._record(digest, True)
+            for on_gained in self.on_gained:
+                on_gained(digest, block)
 
     def invalidate(self, blocks: Iterable[int]) -> None:
         """Drop these blocks from the content index."""
@@ -106,7 +113,13 @@ class BlockPool:
             if digest is not None:
                 del self._block_of[digest]
                 self._record(digest, False)
-                self.on_lost(digest)
+                for on_lost in self.on_lost:
+                    on_lost(digest)
+
+    def touch(self, digests: Iterable[bytes]) -> None:
+        """Make the blocks with this content the most recently used."""
+        blocks = [self.acquire(digest) for digest in digests]
+        self.release([block for block in blocks if block is not None])
 
     def drop(self, digest: bytes) -> None:
         """Drop this content from the index; a free block is then the first to be reused."""

@@ -80,9 +80,13 @@ class PrefixCache:
 
     def match(self, state: RequestState) -> list[bytes]:
         """Hashes of the leading cached blocks; never the last token's block, whose row must be computed."""
-        shareable = self._shareable_hashes(state) if self.is_enabled_for(state) else ()
+        shareable = self.shareable_hashes(state) if self.is_enabled_for(state) else ()
         cached = self._pool.cached_prefix(shareable)
         return cached if self._states is None else cached[: self._states.usable_blocks(cached)]
+
+    def shareable_hashes(self, state: RequestState) -> list[bytes]:
+        """Those of all full blocks but the last token's, whose row must be computed."""
+        return state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
 
     def num_cached(self, state: RequestState) -> int:
         """Tokens that a waiting request would find in the cache."""
@@ -98,7 +102,7 @@ class PrefixCache:
         if not self.is_enabled_for(state):
             return None
         index = len(self.match(state))
-        shareable = self._shareable_hashes(state)
+        shareable = self.shareable_hashes(state)
         if self._states is not None:  # only the anchor at the end of its prompt will be there for sure
             index = max(index, self._states.last_prompt_block(state))
         owner = self._computing.get(shareable[index]) if index < len(shareable) else None
@@ -136,9 +140,6 @@ class PrefixCache:
     def invalidate(self, state: RequestState) -> None:
         """Drop the blocks of a failed request from the index: their content may be wrong."""
         self._pool.invalidate(state.blocks)
-
-    def _shareable_hashes(self, state: RequestState) -> list[bytes]:
-        return state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
 
     def _end_computing(self, state: RequestState, digest: bytes) -> None:
         if self._computing.get(digest) is state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from foreword.core.request import RequestState
 from foreword.core.states import NO_ANCHOR, SEGMENT, StateSizes
@@ -30,16 +30,18 @@ class StateCache:
         self._num_slots = num_requests
         self._free_slots = list(range(num_requests, 0, -1))
         self._passing: set[int] = set()  # anchors that leave the index when their request has passed them
+        # Called with the content of an anchor that stays in the index, and the anchor
+        self.on_kept: Callable[[bytes, int], None] = lambda digest, anchor: None
 
     def on_block_lost(self, digest: bytes) -> None:
         """A block is no longer cached: without it, the anchor at its end is of no use."""
         self.pool.drop(digest)
 
-    def usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """How many of the leading cached blocks end at an anchor."""
+    def usable_blocks(self, digests: Sequence[bytes], elsewhere: Container[bytes] = ()) -> int:
+        """How many of the leading cached blocks end at an anchor, one that is cached or `elsewhere`."""
         step = self._unit // self._block_size
         for count in range(len(digests) // step * step, 0, -step):
-            if digests[count - 1] in self.pool:
+            if digests[count - 1] in self.pool or digests[count - 1] in elsewhere:
                 return count
         return 0
 
@@ -100,7 +102,10 @@ class StateCache:
 
     def release(self, state: RequestState) -> None:
         """Free the ring and the anchors; indexed ones stay until their memory is needed."""
-        self._passing.difference_update(state.anchors.values())
+        for anchor in self._passing.intersection(state.anchors.values()):
+            self._passing.discard(anchor)
+            if (digest := self.pool.digest_of(anchor)) is not None:
+                self.on_kept(digest, anchor)
         self.pool.release(state.anchors.values())
         state.anchors.clear()
         self._free_slots.append(state.state_slot)
@@ -135,8 +140,11 @@ class StateCache:
         if rest or not 0 < block <= len(state.block_hashes) or self.pool.is_indexed(anchor):
             return
         self.pool.publish(anchor, state.block_hashes[block - 1])
-        if self.pool.is_indexed(anchor) and not self._is_kept(state, segment):
-            self._passing.add(anchor)
+        if self.pool.is_indexed(anchor):
+            if self._is_kept(state, segment):
+                self.on_kept(state.block_hashes[block - 1], anchor)
+            else:
+                self._passing.add(anchor)
 
 
 def anchors_between(state: RequestState, start: int, end: int) -> list[int]:

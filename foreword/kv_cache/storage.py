@@ -69,15 +69,23 @@ class KVStorage:
 
     @property
     def nbytes(self) -> int:
-        """V of latent attention is a view of K."""
+        parts = self._parts()
+        return sum(tensor.nbytes for tensor in _own_tensors(parts, (KVLayer, StateLayer)))
+
+    def block_images(self) -> CacheImages:
+        """The bytes of each block: K, V and their scales in all layers."""
+        return CacheImages(_own_tensors(self._parts(), (KVLayer,)), self.block_size)
+
+    def anchor_images(self) -> CacheImages:
+        """The bytes of each anchor in all layers with state."""
+        states = [part for part in self._parts() if isinstance(part, StateLayer)]
+        return CacheImages([tensor for part in states for tensor in (part.tails, part.matrices)], 1)
+
+    def _parts(self) -> list[KVLayer | StateLayer]:
+        """Memory of each layer that has its own."""
         own = {id(layer): layer for layer in self._layers}.values()
         parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
-        values = [getattr(part, name) for part in parts if part is not None for name in part.__slots__]
-        sizes: dict[int, int] = {}
-        for value in values:
-            if isinstance(value, Tensor):
-                sizes[value.data_ptr()] = max(value.nbytes, sizes.get(value.data_ptr(), 0))
-        return sum(sizes.values())
+        return [part for part in parts if part is not None]
 
     def _make_layer(self, slots: int, shape: KVShape, dtype: torch.dtype) -> KVLayer:
         size = slots, shape.heads, shape.head_dim
@@ -104,3 +112,41 @@ class KVStorage:
         if self.device != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return self._memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+class CacheImages:
+    """Entries of the cache as images: the bytes of one block or anchor in all layers, in one piece.
+
+    Only for memory of the host. An image that is read while its entry is written is torn.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Entry i has rows [i * rows, (i + 1) * rows) of each tensor."""
+        flat = [tensor.view(torch.uint8).flatten() for tensor in tensors if tensor.numel()]
+        sizes = [tensor.nbytes // tensor.shape[0] * rows for tensor in tensors if tensor.numel()]
+        self._parts = [(memoryview(t.numpy().data), size) for t, size in zip(flat, sizes, strict=True)]
+        self.nbytes = sum(sizes)  # of an image
+        self.layout = tuple((str(tensor.dtype), *tensor.shape[1:]) for tensor in tensors)
+
+    def read(self, index: int) -> bytes:
+        return b"".join([part[index * size : (index + 1) * size] for part, size in self._parts])
+
+    def write(self, index: int, image: bytes) -> None:
+        assert len(image) == self.nbytes
+        view, start = memoryview(image), 0
+        for part, size in self._parts:
+            part[index * size : (index + 1) * size] = view[start : start + size]
+            start += size
+
+
+def _own_tensors(
+    parts: Sequence[KVLayer | StateLayer], kinds: tuple[type[KVLayer | StateLayer], ...]
+) -> list[Tensor]:
+    """The tensors of these kinds of memory; V of latent attention is a view of K."""
+    own: dict[int, Tensor] = {}
+    for part in parts:
+        values = [getattr(part, name) for name in part.__slots__] if isinstance(part, kinds) else []
+        for tensor in (value for value in values if isinstance(value, Tensor)):
+            if (known := own.get(tensor.data_ptr())) is None or tensor.nbytes > known.nbytes:
+                own[tensor.data_ptr()] = tensor
+    return list(own.values())

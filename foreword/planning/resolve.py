@@ -123,7 +123,7 @@ def resolve(
     Raises ConfigError; where the model does not fit, with the memory estimate and flags that would fit.
     """
     hardware = _share(hardware, config)
-    _check_dtypes(config, hardware)
+    _check_device(config, hardware)
     check_max_model_len(config, model.context_len)
     models = [model] if drafter is None else [model, drafter]
     try:
@@ -191,7 +191,7 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
 def fits(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> bool:
     """Whether the models fit by the estimate of the memory."""
     try:
-        _check_dtypes(config, hardware)
+        _check_device(config, hardware)
         check_max_model_len(config, models[0].context_len)
         resolved = _resolve(config, hardware, models)
     except ConfigError:
@@ -279,8 +279,10 @@ def _out_of_memory_error(config: Config, memory: DeviceMemory, bytes_per_token: 
     return _DoesNotFit(f"{problem}: {need} ({memory})", name)
 
 
-def _check_dtypes(config: Config, hardware: HardwareInfo) -> None:
-    """Raises ConfigError for data types that the device does not support."""
+def _check_device(config: Config, hardware: HardwareInfo) -> None:
+    """Raises ConfigError for data types, and a cache on disk, that the device does not support."""
+    if hardware.device == "cuda" and config.kv_cache_dir is not None:
+        raise ConfigError("kv_cache_dir needs --device cpu: a GPU's KV cache is not kept", "kv_cache_dir")
     if hardware.device == "cpu" and config.quantization == "fp8":
         hint = "on a CPU int8 or int4 would work"
         raise ConfigError(f"quantization fp8 needs an NVIDIA GPU; {hint}", "quantization")

@@ -25,6 +25,7 @@ from foreword.metrics.tracing import current_span
 from foreword.server.admission import Admission
 from foreword.server.apis.body import RequestBody, StrictModel, suggest_field
 from foreword.server.apis.responses.store import ResponseStore
+from foreword.server.auth.key_file import stored_salt
 from foreword.server.auth.keys import KeyPermissions, Keyring
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http.middleware import EarlyStream
@@ -128,6 +129,7 @@ class ServedModels:
             self.usage,
             metrics.on_reject,
             engine_key=config.engine_key,
+            salt=stored_salt(Path(config.kv_cache_dir)) if config.kv_cache_dir else None,
         )
         self.response_store = ResponseStore(config.response_store_mb * MB, config.response_store_ttl)
         self.generations: dict[str, Abortable] = {}  # by the request id of each choice

@@ -93,12 +93,15 @@ async def test_answers_survive_killed_engines(
     assert caplog.text.count("signal 9") == times
 
 
-@pytest.mark.parametrize("family", STATE_FAMILIES if is_full() else ("qwen3_5_text",))
-async def test_layers_with_state_survive_killed_engines(
-    fork_server: ForkServer, tmp_path: Path, family: str
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("family", ("llama", *STATE_FAMILIES) if is_full() else ("llama", "qwen3_5_text"))
+async def test_long_answers_survive_killed_engines(
+    fork_server: ForkServer, tmp_path: Path, family: str, is_kept: bool
 ) -> None:
-    """Prompts and answers longer than a segment, some with a common start."""
-    client = make_client(write_checkpoint(tmp_path / "model", family, seed=6), fork_server, max_num_seqs=3)
+    """Prompts and answers longer than a segment, some with a common start; perhaps with blocks on disk."""
+    options = {"kv_cache_dir": str(tmp_path / "kv")} if is_kept else {}
+    checkpoint = write_checkpoint(tmp_path / "model", family, seed=6)
+    client = make_client(checkpoint, fork_server, max_num_seqs=3, **options)
     await client.start()
 
     async def answers(prefix: str, seen: Killer | None = None) -> dict[str, tuple[list[int], list[int]]]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from foreword.core.batch import KVShape
+from foreword.core.batch import HybridLayer, HybridShape, KVLayer, KVShape
+from foreword.core.states import StateShape, StateSizes
 from foreword.kv_cache.storage import KVStorage
 
 
@@ -42,3 +43,50 @@ def test_layer_reads_k_and_v_of_an_earlier_layer(dtype: str):
     assert kv.layer(2) is kv.layer(0) and kv.layer(3) is kv.layer(1)
     assert kv.nbytes == KVStorage(5, 8, own, dtype).nbytes
     assert [KVShape(2, 16, source).values_per_token for source in (None, 0)] == [64, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype, shapes",
+    [
+        ("float32", [KVShape(2, 16), KVShape(1, 32), KVShape(2, 16, source=0)]),
+        ("bfloat16", [KVShape(2, 16)]),
+        ("int8", [KVShape(2, 16), KVShape(1, 64)]),
+        ("bfloat16", [KVShape(1, 48, latent_dim=32)]),
+        ("int8", [KVShape(1, 48, latent_dim=32)]),
+        ("float32", [KVShape(1, 48, latent_dim=48)]),
+    ],
+)
+def test_block_image_holds_a_block_and_nothing_else(dtype: str, shapes: list[KVShape]):
+    torch.manual_seed(0)
+    source, target = (KVStorage(3, 8, shapes, dtype) for _ in range(2))
+    for kv in (source, target):
+        for layer in map(kv.layer, range(len(shapes))):
+            for tensor in tensors_of(layer):
+                tensor.copy_(torch.randint(-99, 99, tensor.shape))
+    before = [[t.clone() for t in tensors_of(target.layer(i))] for i in range(len(shapes))]
+    assert source.block_images().nbytes * 4 == source.nbytes
+    target.block_images().write(1, source.block_images().read(2))
+    for index in range(len(shapes)):
+        for old, new, copied in zip(
+            before[index], tensors_of(target.layer(index)), tensors_of(source.layer(index)), strict=True
+        ):
+            assert torch.equal(new[8:16], copied[16:24])
+            assert torch.equal(new[:8], old[:8]) and torch.equal(new[16:], old[16:])
+
+
+def tensors_of(layer: KVLayer) -> list[torch.Tensor]:
+    return [each for each in (layer.k, layer.v, layer.k_scale, layer.v_scale) if each is not None]
+
+
+def test_anchor_image_holds_the_states_of_all_layers():
+    delta = StateShape(24, 4, key_heads=1, value_heads=2, key_dim=4, value_dim=8)
+    shapes = [StateShape(8, 3), HybridShape(KVShape(1, 16), delta), HybridShape(None, None)]
+    kv = KVStorage(3, 8, shapes, "float32", states=StateSizes(3, 5, 2))
+    assert kv.anchor_images().nbytes == 4 * (2 * 8 + 3 * 24 + 2 * 4 * 8)
+    assert kv.block_images().nbytes == 4 * 2 * 8 * 16
+    layer = kv.layer(1)
+    assert isinstance(layer, HybridLayer) and layer.state is not None
+    layer.state.matrices[2], layer.state.tails[2] = 5.0, 6.0
+    kv.anchor_images().write(4, kv.anchor_images().read(2))
+    assert layer.state.matrices[4].eq(5).all() and layer.state.tails[4].eq(6).all()
+    assert not layer.state.matrices[3].any()

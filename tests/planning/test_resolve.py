@@ -408,6 +408,12 @@ def test_fp8_needs_a_gpu(name: str) -> None:
     assert getattr(resolve(Config(**{name: "fp8"}), GPU, MODEL), name) == "fp8"
 
 
+def test_kv_cache_on_disk_needs_a_cpu() -> None:
+    assert resolve(Config(kv_cache_dir="kv"), CPU, MODEL).device == "cpu"
+    with pytest.raises(ConfigError, match="kv_cache_dir needs --device cpu"):
+        resolve(Config(kv_cache_dir="kv"), GPU, MODEL)
+
+
 def test_fp8_and_int8_need_equal_memory() -> None:
     for name in ("quantization", "kv_cache_dtype"):
         fp8, int8 = (resolve(Config(**{name: kind}), GPU, SHAPED) for kind in ("fp8", "int8"))

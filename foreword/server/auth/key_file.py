@@ -18,7 +18,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +63,27 @@ def new_secret() -> str:
 def choose_salt(keys: Sequence[Key]) -> bytes:
     """Salt for one more entry."""
     return keys[-1].salt if keys else secrets.token_bytes(SALT_BYTES)
+
+
+def stored_salt(folder: Path) -> bytes:
+    """The salt in a directory of blocks that outlive this process: their owner's namespace depends on it.
+
+    A random one is written if there is none. Raises ConfigError.
+    """
+    path = folder / "salt"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile(dir=folder) as file, suppress(FileExistsError):
+                file.write(secrets.token_bytes(SALT_BYTES))
+                file.flush()
+                os.link(file.name, path)
+        salt = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir: {path}: {error.strerror or error}", "kv_cache_dir") from None
+    if len(salt) != SALT_BYTES:
+        raise ConfigError(f"kv_cache_dir: {path} must have {SALT_BYTES} bytes; remove it", "kv_cache_dir")
+    return salt
 
 
 def hash_key(secret: bytes, salt: bytes) -> bytes:

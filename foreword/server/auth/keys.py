@@ -113,10 +113,11 @@ class Keyring:
         now: Callable[[], float] = time.time,  # Unix time, for expiry
         clock: Callable[[], float] = time.monotonic,  # clock of the limits
         engine_key: str | None = None,
+        salt: bytes | None = None,  # of the command line's keys; None: a random one
     ) -> None:
         """Raises ConfigError for an invalid file, and for limits a day without a usage database."""
         self._engine_key = None if engine_key is None else engine_key.strip().encode()
-        self._cli_keys = _parse_cli_keys(cli_keys)
+        self._cli_keys = _parse_cli_keys(cli_keys, salt or secrets.token_bytes(SALT_BYTES))
         self._path = path
         self._share_prefix_cache = share_prefix_cache
         self._usage = usage
@@ -221,10 +222,9 @@ class Keyring:
         return meter
 
 
-def _parse_cli_keys(text: str | None) -> tuple[Key, ...]:
+def _parse_cli_keys(text: str | None, salt: bytes) -> tuple[Key, ...]:
     """Keys without limits, named "#1", "#2" ..., which are no valid names in a file."""
     secret_keys = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
-    salt = secrets.token_bytes(SALT_BYTES)
     return tuple(
         Key(f"#{index}", salt, hash_key(secret, salt), priority=None)
         for index, secret in enumerate(secret_keys, start=1)

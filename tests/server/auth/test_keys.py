@@ -16,7 +16,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError, ExpiredKey, Unauthorized
-from foreword.server.auth.key_file import Key, dump_keys, hash_key, read_key_file
+from foreword.server.auth.key_file import Key, dump_keys, hash_key, read_key_file, stored_salt
 from foreword.server.auth.keys import Keyring, key_from_headers
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
@@ -272,6 +272,23 @@ def test_replaced_key_has_its_own_prefix_cache(tmp_path: Path) -> None:
         tenants.append(Keyring(None, path, False).identify(secret.encode()).cache_salt)
     assert tenants[0] != tenants[1]
     assert Keyring(None, path, True).identify(b"two").cache_salt == ""
+
+
+def test_keys_of_the_command_line_find_blocks_on_disk_again(tmp_path: Path) -> None:
+    """Their namespace depends on a salt that is stored with the blocks, not on the process."""
+    folders = [tmp_path / "a" / "kv", tmp_path / "a" / "kv", tmp_path / "b"]
+    tenants = [
+        Keyring("x", None, False, salt=stored_salt(each)).identify(b"x").cache_salt for each in folders
+    ]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert (folders[0] / "salt").stat().st_mode & 0o777 == 0o600
+    assert (
+        Keyring("x", None, False).identify(b"x").cache_salt
+        != Keyring("x", None, False).identify(b"x").cache_salt
+    )
+    (tmp_path / "b" / "salt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="must have 16 bytes"):
+        stored_salt(tmp_path / "b")
 
 
 def test_priorities(server: RunningServer) -> None:

@@ -1,0 +1,84 @@
+"""Memory below the KV cache: builds the disk tier of --kv-cache-dir."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes
+from foreword.core.states import SEGMENT
+from foreword.engine.engine import Engine
+from foreword.errors import ConfigError
+from foreword.kv_cache.block_files import DIGEST_BYTES, BlockFiles
+from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
+from foreword.kv_cache.prefix_loader import PrefixLoader
+from foreword.models.model_loader import weight_files
+from foreword.speculation.draft_length.cost_model import MeasuredCosts
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_CHARS = 64
+
+
+def make_prefix_loader(config: Config, engine: Engine, is_restart: bool) -> PrefixLoader | None:
+    """The disk tier of an engine; None without --kv-cache-dir. Raises ConfigError.
+
+    A restart goes on without a directory that fails: requests wait for it.
+    """
+    if config.kv_cache_dir is None:
+        return None
+    try:
+        return _make_prefix_loader(config, engine)
+    except (OSError, ConfigError) as error:
+        if isinstance(error, OSError):
+            reason = f"{error.filename or config.kv_cache_dir}: {error.strerror or error}"
+            error = ConfigError(f"kv_cache_dir cannot be used: {reason}", "kv_cache_dir")
+        if not is_restart:
+            raise error from None
+        logger.error("engine: restarts without the KV cache on disk: %s", error)
+        return None
+
+
+def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
+    root, scheduler, kv = Path(str(config.kv_cache_dir)), engine.scheduler, engine.model_runner.kv
+    states, images = scheduler.state_cache, kv.block_images()
+    anchor_images = None if states is None else kv.anchor_images()
+    layouts = (kv.block_size, images.layout, anchor_images and (SEGMENT, anchor_images.layout))
+    namespace = _namespace(Path(str(config.model)), engine.info.fingerprint, layouts)
+    name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = root / f"{name}-{namespace.hex()}"
+    tier = DiskTier(root, parse_bytes("kv_cache_disk", config.kv_cache_disk))
+    blocks = PooledFiles(scheduler.pool, images, BlockFiles(folder / "blocks", namespace, images.nbytes))
+    scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
+    anchors = None
+    if states is not None and anchor_images is not None:
+        files = BlockFiles(folder / "states", namespace, anchor_images.nbytes)
+        anchors = PooledFiles(states.pool, anchor_images, files)
+        states.on_kept = partial(tier.on_gained, anchors)
+    tier.start()
+    row_seconds = _row_seconds(engine.proposer.timings)
+    return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
+
+
+def _namespace(model: Path, fingerprint: str, layouts: object) -> bytes:
+    """A hash of all that the bytes of a cached block depend on, besides its tokens.
+
+    The fingerprint knows weights by samples, so times of their files are included: files outlive an edit.
+    """
+    times = [(file.name, file.stat().st_mtime_ns) for file in weight_files(model)]
+    facts = json.dumps((fingerprint, layouts, times))
+    return blake2b(facts.encode(), digest_size=DIGEST_BYTES, person=b"kv namespace").digest()
+
+
+def _row_seconds(timings: MeasuredCosts | None) -> float:
+    """Time of a prompt's row in the largest step that was timed; 0 if none was."""
+    if timings is None:
+        return 0.0
+    num_rows, seconds = max(timings.calibration.one_row_sampled.items(), default=(1, 0.0))
+    return seconds / num_rows

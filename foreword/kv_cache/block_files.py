@@ -1,0 +1,204 @@
+"""Files of cache images: one image a file, named by its hash, in a directory of one namespace.
+
+    ROOT / MODEL-NAMESPACE / blocks | states / 2 digits / HASH
+    magic | namespace | hash | bytes | checksum | image
+
+A file is whole or refused: the checksum covers all of it, so a crash at any instant, a full disk or a flipped
+bit costs a hit. Nothing is ever trusted for its name alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from foreword.errors import ConfigError
+
+MAGIC: Final = b"fwkv\x00\x00\x00\x01"  # the last byte is the version of the format
+DIGEST_BYTES: Final = 16
+HEADER: Final = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
+CHECKSUM_PERSON: Final = b"kv image"
+TEMPORARY: Final = ".tmp"
+MAX_TEMPORARY_AGE_S: Final = 600.0  # a write takes seconds: an older temporary file is a dead engine's
+SWEEP_TARGET: Final = 0.9  # share of the limit that a sweep leaves
+# ROOT / namespace / kind / shard / file
+FOLDER_PATTERNS: Final = tuple(map(re.compile, (r".*-[0-9a-f]{32}", r"blocks|states", r"[0-9a-f]{2}")))
+FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
+
+
+class RefusedFile(Exception):
+    """Its content is not what its name says. The message is one word: a label of metrics."""
+
+
+class BlockFiles:
+    """The images of one kind in one namespace. Errors of the file system are raised as OSError."""
+
+    def __init__(self, folder: Path, namespace: bytes, image_bytes: int) -> None:
+        """Creates the folder. Raises OSError, and ConfigError if other users may write to it."""
+        assert len(namespace) == DIGEST_BYTES
+        self.image_bytes = image_bytes
+        self.file_bytes = HEADER.size + image_bytes
+        self._namespace = namespace
+        self._folder = folder
+        for path in (folder.parent, folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+            info = path.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                raise ConfigError(
+                    f"kv_cache_dir: {path} must be a directory of this user that no one else may write to",
+                    "kv_cache_dir",
+                )
+
+    def digests(self) -> set[bytes]:
+        """Hashes of all files, by their names."""
+        return {digest for shard in self._shards() for digest in self.digests_of(shard)}
+
+    def digests_of(self, shard: str) -> Iterator[bytes]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder / shard) as entries:
+            for entry in entries:
+                with contextlib.suppress(ValueError):
+                    if len(digest := bytes.fromhex(entry.name)) == DIGEST_BYTES:
+                        yield digest
+
+    def _shards(self) -> list[str]:
+        return [name for name in os.listdir(self._folder) if len(name) == 2]
+
+    def exists(self, digest: bytes) -> bool:
+        return self._path(digest).exists()
+
+    def write(self, digest: bytes, image: bytes) -> None:
+        """Write a file under a temporary name, then rename it: no reader sees a part of it."""
+        assert len(image) == self.image_bytes
+        path = self._path(digest)
+        temporary = path.with_name(f"{path.name}-{os.getpid()}{TEMPORARY}")
+        header = HEADER.pack(MAGIC, self._namespace, digest, len(image), self._checksum(digest, image))
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "wb", buffering=0) as file:
+                _write_all(file.fileno(), header, image)
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def read(self, digest: bytes) -> bytes:
+        """The image, and note the use of its file.
+
+        Raises RefusedFile for a file that is not what its name says, and removes it.
+        """
+        path = self._path(digest)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(fd, "rb", buffering=0) as file:
+            try:
+                image = self._read_image(file.fileno(), digest)
+            except RefusedFile:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+            with contextlib.suppress(OSError):
+                os.utime(fd)
+        return image
+
+    def _read_image(self, fd: int, digest: bytes) -> bytes:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_size != self.file_bytes:
+            raise RefusedFile("size")
+        data = _read_all(fd, self.file_bytes)
+        if len(data) != self.file_bytes:
+            raise RefusedFile("size")
+        magic, namespace, name, size, checksum = HEADER.unpack_from(data)
+        if (magic, namespace, name, size) != (MAGIC, self._namespace, digest, self.image_bytes):
+            raise RefusedFile("header")
+        image = data[HEADER.size :]
+        if self._checksum(digest, image) != checksum:
+            raise RefusedFile("checksum")
+        return image
+
+    def _checksum(self, digest: bytes, image: bytes) -> bytes:
+        checksum = blake2b(self._namespace + digest, digest_size=DIGEST_BYTES, person=CHECKSUM_PERSON)
+        checksum.update(image)
+        return checksum.digest()
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._folder / name[:2] / name
+
+
+def _write_all(fd: int, header: bytes, image: bytes) -> None:
+    parts = [memoryview(header), memoryview(image)]
+    while parts:
+        written = os.writev(fd, parts)
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def _read_all(fd: int, num_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    while num_bytes and (part := os.read(fd, num_bytes)):
+        parts.append(part)
+        num_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _StoredFile(NamedTuple):
+    used_s: float  # time of the last use
+    num_bytes: int
+    path: str
+
+
+def sweep(root: Path, max_bytes: int) -> int:
+    """Remove the least recently used files of all namespaces beyond `max_bytes`; returns the bytes left.
+
+    One process at a time sweeps; another one only counts. Files that no engine writes are left alone.
+    """
+    with open(root / "lock", "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_sweeping = True
+        except OSError:
+            is_sweeping = False
+        files = sorted(_stored_files(root))
+        total, now_s = sum(file.num_bytes for file in files), time.time()
+        limit = total if total <= max_bytes else int(max_bytes * SWEEP_TARGET)
+        for file in files if is_sweeping else ():
+            is_stale = file.path.endswith(TEMPORARY) and now_s - file.used_s > MAX_TEMPORARY_AGE_S
+            if total > limit or is_stale:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)
+                    total -= file.num_bytes
+        return total
+
+
+def _stored_files(root: Path) -> Iterator[_StoredFile]:
+    """Files of all engines; symbolic links are not followed."""
+    folders = [str(root)]
+    for pattern in FOLDER_PATTERNS:
+        entries = [entry for folder in folders for entry in _scan(folder) if pattern.fullmatch(entry.name)]
+        folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for folder in folders:
+        for entry in _scan(folder):
+            with contextlib.suppress(OSError):
+                if FILE_PATTERN.fullmatch(entry.name):
+                    info = entry.stat(follow_symlinks=False)
+                    yield _StoredFile(info.st_mtime, info.st_size, entry.path)
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

@@ -1,0 +1,164 @@
+"""The disk tier's thread: what is torn, full, slow or broken costs hits only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from foreword.kv_cache import disk_tier
+from foreword.kv_cache.block_files import BlockFiles
+from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.disk_tier import DiskTier, PooledFiles, ReadJob
+from foreword.kv_cache.storage import CacheImages
+from tests.support.waiting import wait_until
+
+NUM_BLOCKS = 8
+
+
+class Cache:
+    """A pool of blocks of 64 bytes, and its tier."""
+
+    def __init__(self, root: Path) -> None:
+        self.memory = torch.zeros((NUM_BLOCKS + 1) * 4, 16, dtype=torch.uint8)
+        self.pool = BlockPool(NUM_BLOCKS)
+        files = BlockFiles(root / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
+        self.pooled = PooledFiles(self.pool, CacheImages([self.memory], 4), files)
+        self.tier = DiskTier(root, 1 << 20)
+        self.pool.on_gained.append(lambda digest, block: self.tier.on_gained(self.pooled, digest, block))
+
+    def fill(self, number: int) -> bytes:
+        """Compute a block, index it, and release it; returns its hash."""
+        digest, block = number.to_bytes(16, "big"), self.pool.allocate()
+        self.memory[block * 4 : block * 4 + 4] = number
+        self.pool.publish(block, digest)
+        self.pool.release([block])
+        return digest
+
+    def wait(self) -> None:
+        wait_until(lambda: self.tier.is_idle or not self.tier.is_alive)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    cache = Cache(tmp_path)
+    yield cache
+    if cache.tier._thread.is_alive():
+        cache.tier.close()
+
+
+def read_all(cache: Cache, job: ReadJob) -> list[bytes]:
+    cache.tier.read(job)
+    wait_until(lambda: job.is_done)
+    images = []
+    while (read := cache.tier.take(job)) is not None:
+        images.append(read[2])
+    return images
+
+
+def test_written_behind_and_read_back(cache: Cache) -> None:
+    cache.tier.start()
+    digests = [cache.fill(number) for number in range(5)]
+    cache.wait()
+    job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
+    assert read_all(cache, job) == [bytes([number] * 64) for number in range(5)]
+    stats = cache.tier.stats(0, 0.0)
+    assert stats.written_bytes == stats.read_bytes == 5 * cache.pooled.files.file_bytes
+
+
+def test_block_that_is_reused_while_it_is_copied_is_not_written(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine reuses each second block in the middle of the thread's copy."""
+    read, reused = cache.pooled.images.read, []
+
+    def copy(block: int) -> bytes:
+        half = read(block)[:32]
+        digest = cache.pool.digest_of(block)
+        if block % 2:
+            reused.append(digest)
+            cache.pool.invalidate([block])  # as allocate() does
+            cache.memory[block * 4 : block * 4 + 4] = 99
+        return half + read(block)[32:]
+
+    monkeypatch.setattr(cache.pooled.images, "read", copy)
+    digests = [cache.fill(number) for number in range(NUM_BLOCKS)]
+    cache.tier.start()
+    cache.wait()
+    assert reused and cache.pooled.on_disk == cache.pooled.files.digests() == set(digests) - set(reused)
+    for number, digest in enumerate(digests):
+        if digest not in reused:
+            assert cache.pooled.files.read(digest) == bytes([number] * 64)
+
+
+def test_block_that_is_lost_before_its_turn_is_not_written(cache: Cache) -> None:
+    digests = [cache.fill(number) for number in range(NUM_BLOCKS + 3)]
+    cache.tier.start()
+    cache.wait()
+    assert cache.pooled.files.digests() == set(digests[3:])
+
+
+def test_full_queue_drops_blocks(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_QUEUED_WRITES", 2)
+    digests = [cache.fill(number) for number in range(5)]
+    assert cache.tier.num_dropped == 3
+    cache.tier.start()
+    wait_until(lambda: cache.pooled.on_disk == set(digests[:2]))
+
+
+def test_close_writes_what_is_queued(cache: Cache) -> None:
+    cache.tier._next_write_s = 1e6
+    cache.tier.start()
+    digests = [cache.fill(number) for number in range(5)]
+    cache.tier.close()
+    assert cache.pooled.files.digests() == set(digests) and not cache.tier.is_alive
+
+
+def test_job_slower_than_computing_stops(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.tier.start()
+    keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
+    cache.wait()
+    ticks = count()
+    monkeypatch.setattr(cache.tier, "_clock", lambda: float(next(ticks)))  # each image takes a second
+    assert len(read_all(cache, ReadJob(keys, 8.5, 0.0))) == 8
+    assert len(read_all(cache, ReadJob(keys, 7.5, 0.0))) == 1
+    assert cache.tier.read_seconds(cache.pooled.files.file_bytes) == 1.0
+
+
+def test_staged_images_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_STAGED_BYTES", 100)
+    cache.tier.start()
+    keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
+    cache.wait()
+    job, other = ReadJob(keys, 1e9, 0.0), ReadJob(keys[:1], 1e9, 0.0)
+    cache.tier.read(job)
+    cache.tier.read(other)
+    wait_until(lambda: len(job.images) == 2)
+    assert cache.tier.take(job) is not None
+    wait_until(lambda: len(job.images) == 2)
+    assert not job.is_done
+    cache.tier.cancel(job)
+    wait_until(lambda: job.is_done and other.is_done)
+    assert not job.images and cache.tier._staged_bytes == 64
+
+
+def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.tier.start()
+    digest = cache.fill(1)
+    cache.wait()
+    broken = threading.Event()
+
+    def fail(digest: bytes) -> bytes:
+        broken.set()
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(cache.pooled.files, "read", fail)
+    cache.tier.read(ReadJob([(cache.pooled, digest)], 1e9, 0.0))
+    wait_until(lambda: not cache.tier.is_alive)
+    assert broken.is_set()
+    cache.fill(2)
+    assert cache.pooled.files.digests() == {digest}

@@ -1,0 +1,277 @@
+"""A KV cache on disk changes no bit: restarts, small memories, damaged files, a directory that fails.
+
+Each request is computed by an engine without a disk tier, and again by engines that find parts of its prefix
+in memory, on disk, or in neither.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.core.outputs import KVDiskStats
+from foreword.core.request import Request
+from foreword.engine.engine import Engine
+from foreword.kv_cache import block_files, disk_tier
+from foreword.kv_cache.prefix_loader import PrefixLoader
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import load_engine, make_request, run, token_hashes
+from tests.support.waiting import wait_until
+
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 384,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory": "2000tokens",
+}
+SMALL: dict[str, Any] = {**OPTIONS, "kv_cache_memory": "400tokens"}  # holds one conversation
+# Options of the engine and of the checkpoint
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "bfloat16": ("llama", {"dtype": "bfloat16"}),
+    "int8": ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "latent": ("deepseek_v2", {}),
+    "latent int8": ("deepseek_v2", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "windows": ("gemma3_text", {}),
+    "convolution": ("lfm2", {}),
+    "delta rule": ("qwen3_5_text", {}),
+    "mamba": ("granitemoehybrid", {}),
+}
+Answers = dict[str, list[tuple[int, int]]]
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> Answers:
+    """Tokens and hashes of their logits, of requests that run one after another; closes the engine."""
+    answers = {}
+    for request in requests:
+        answers[request.id] = token_hashes(run(engine, [request])[request.id])
+        wait_written(engine)
+    engine.close()
+    return answers
+
+
+def wait_written(engine: Engine) -> None:
+    """Wait until the disk has what the cache has."""
+    loader = engine.prefix_loader
+    wait_until(lambda: loader is None or loader.tier.is_idle or not loader.tier.is_alive)
+
+
+def disk_stats(engine: Engine) -> KVDiskStats:
+    assert engine.prefix_loader is not None
+    return engine.prefix_loader.stats()
+
+
+@pytest.fixture(autouse=True)
+def reading_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing takes an unknown time: blocks are read, however fast this machine computes them."""
+    monkeypatch.setattr(PrefixLoader, "record_step", lambda loader, num_rows, seconds: None)
+
+
+def conversations(seed: int, num_tokens: int = 300) -> list[Request]:
+    """Two conversations in turns of each other: a prompt begins with the earlier one of its conversation."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = [[], []]
+    requests = []
+    for turn in range(6):
+        prompt = prompts[turn % 2]
+        prompt += [rng.randrange(5, 250) for _ in range(num_tokens // 3 + rng.randrange(-9, 9))]
+        params = {"temperature": rng.choice([0.0, 0.9]), "max_tokens": 8}
+        requests.append(make_request(f"turn {turn}", list(prompt), seed=turn, **params))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiers") / "model", "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Answers:
+    """Answers to conversations(1) without a disk tier."""
+    return answers_of(load_engine(checkpoint, **OPTIONS), conversations(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_equal_with_blocks_from_disk(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    checkpoint = write_checkpoint(tmp_path / "model", family, seed=3)
+    requests = conversations(seed=len(case))
+    expected = answers_of(load_engine(checkpoint, **OPTIONS, **options), requests)
+    stored = {**options, "kv_cache_dir": str(tmp_path / "kv")}
+    small = load_engine(checkpoint, **SMALL, **stored)
+    assert answers_of(small, requests) == expected, "blocks that memory has lost are read"
+    assert disk_stats(small).hit_tokens > 0
+    restarted = load_engine(checkpoint, **OPTIONS, **stored)
+    assert answers_of(restarted, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
+    stats, num_prompt = disk_stats(restarted), sum(len(request.prompt_ids) for request in requests[-2:])
+    assert stats.hit_tokens > 0.8 * num_prompt and not stats.refused
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero(path: Path) -> None:
+    """As a file whose blocks were never written before the power went."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def swap(path: Path) -> None:
+    """Another block under this name."""
+    other = next(each for each in sorted(path.parent.parent.glob("*/*")) if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def forbid(path: Path) -> None:
+    """A link to another file: it is not followed."""
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+DAMAGE = {
+    "size": (cut, empty),
+    "checksum": (flip,),
+    "header": (zero, swap),
+    "missing": (remove,),
+    "unreadable": (forbid,),
+}
+
+
+@pytest.mark.parametrize(
+    "damage, reason", [(each, name) for name, damages in DAMAGE.items() for each in damages]
+)
+def test_damaged_file_costs_a_hit_and_is_counted(
+    checkpoint: Path, expected: Answers, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    requests, options = conversations(1), {**OPTIONS, "kv_cache_dir": str(tmp_path)}
+    assert answers_of(load_engine(checkpoint, **options), requests) == expected
+    engine = load_engine(checkpoint, **options)
+    paths = list(tmp_path.glob("model-*/blocks/*/*"))
+    for path in random.Random(5).sample(paths, len(paths) // 4):
+        damage(path)
+    num_restarts = 0
+    while True:
+        assert answers_of(engine, requests) == expected
+        refused, num_restarts = disk_stats(engine).refused, num_restarts + 1
+        assert set(refused) == {reason} if num_restarts == 1 else set(refused) <= {reason}
+        if not refused:
+            break  # each of them was removed and written again
+        assert num_restarts <= len(paths)
+        engine = load_engine(checkpoint, **options)
+
+
+def test_failing_disk_costs_hits_only(
+    checkpoint: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = itertools.count()
+
+    def write(fd: int, header: bytes, image: bytes) -> None:
+        """A disk that is full now and then, in the middle of a file."""
+        os.write(fd, header)
+        if next(writes) % 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.write(fd, image)
+
+    monkeypatch.setattr(block_files, "_write_all", write)
+    monkeypatch.setattr(disk_tier, "WRITE_PAUSE_S", 0.0)
+    options = {**SMALL, "kv_cache_dir": str(tmp_path)}
+    engine = load_engine(checkpoint, **options)
+    assert answers_of(engine, conversations(1)) == expected
+    assert disk_stats(engine).write_errors > 0
+    assert not list(tmp_path.glob("**/*.tmp"))
+
+
+def test_limit_of_the_directory_is_kept(checkpoint: Path, expected: Answers, tmp_path: Path) -> None:
+    engine = load_engine(checkpoint, **SMALL, kv_cache_dir=str(tmp_path), kv_cache_disk="100KiB")
+    assert answers_of(engine, conversations(1)) == expected
+    size = sum(path.stat().st_size for path in tmp_path.glob("model-*/blocks/*/*"))
+    assert 50 << 10 < size < 110 << 10
+
+
+@pytest.mark.parametrize(
+    "change", [{"kv_cache_dtype": "int8"}, {"block_size": 8}, {"dtype": "bfloat16"}, {"cpu_isa": "reference"}]
+)
+def test_another_engine_finds_nothing(
+    checkpoint: Path, expected: Answers, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    requests, options = conversations(1), {**OPTIONS, "kv_cache_dir": str(tmp_path)}
+    assert answers_of(load_engine(checkpoint, **options), requests) == expected
+    other = load_engine(checkpoint, **options, **change)
+    answers = answers_of(other, requests[:1])
+    assert not disk_stats(other).hit_tokens and len(list(tmp_path.glob("model-*"))) == 2
+    assert answers == answers_of(load_engine(checkpoint, **OPTIONS, **change), requests[:1])
+
+
+def test_another_checkpoint_of_the_same_name_finds_nothing(
+    checkpoint: Path, expected: Answers, tmp_path: Path
+) -> None:
+    requests, options = conversations(1)[:1], {**OPTIONS, "kv_cache_dir": str(tmp_path / "kv")}
+    answers_of(load_engine(checkpoint, **options), requests)
+    copy = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = copy / "model.safetensors"
+    os.utime(weights, (1, 1))
+    engine = load_engine(copy, **options)
+    assert answers_of(engine, requests) == {requests[0].id: expected[requests[0].id]}
+    assert not disk_stats(engine).hit_tokens
+
+
+def test_another_salt_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    request, options = conversations(1)[0], {**OPTIONS, "kv_cache_dir": str(tmp_path)}
+    answers_of(load_engine(checkpoint, **options), [replace(request, cache_salt="one")])
+    engine = load_engine(checkpoint, **options)
+    answers_of(engine, [replace(request, cache_salt="two"), replace(request, cache_salt="")])
+    assert not disk_stats(engine).hit_tokens
+    engine = load_engine(checkpoint, **options)
+    answers_of(engine, [replace(request, cache_salt="one")])
+    assert disk_stats(engine).hit_tokens
+
+
+def test_choices_of_a_prompt_read_it_once(checkpoint: Path, tmp_path: Path) -> None:
+    request, options = conversations(1)[0], {**OPTIONS, "kv_cache_dir": str(tmp_path)}
+    choices = [replace(request, id=f"choice {i}", seed=i) for i in range(4)]
+    plain = {
+        name: token_hashes(events)
+        for name, events in run(load_engine(checkpoint, **OPTIONS), choices).items()
+    }
+    answers_of(load_engine(checkpoint, **options), [request])
+    engine = load_engine(checkpoint, **options)
+    assert {name: token_hashes(events) for name, events in run(engine, choices).items()} == plain
+    assert disk_stats(engine).hit_tokens == (len(request.prompt_ids) - 1) // 16 * 16
+    engine.close()
+
+
+def test_removed_request_frees_what_it_waited_for(checkpoint: Path, tmp_path: Path) -> None:
+    request, options = conversations(1)[0], {**OPTIONS, "kv_cache_dir": str(tmp_path)}
+    answers_of(load_engine(checkpoint, **options), [request])
+    engine = load_engine(checkpoint, **options)
+    assert engine.prefix_loader is not None
+    engine.submit(request)
+    engine.step()
+    assert engine.prefix_loader.is_busy
+    engine.remove(request.id)
+    engine.submit(replace(request, id="other", prompt_ids=request.prompt_ids[50:]))
+    run(engine)
+    assert not engine.prefix_loader.is_busy
+    engine.close()
