@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foreword.chat_formats.families import FORMATS
+from foreword.config.drafters import with_head
 from foreword.config.options import Config
 from foreword.config.speculative_config import apply_speculative_config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
@@ -24,6 +25,7 @@ from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.config_reader import ConfigReader, read_json, read_text_config, read_vocab_size
 from foreword.weights.gguf.header import is_gguf, open_gguf
 from foreword.weights.hub import resolve_path
+from foreword.weights.trained_heads import head_method
 from foreword.weights.unsupported_families import (
     TYPES_WITH_STATES,
     describe_checkpoint,
@@ -68,7 +70,8 @@ def resolve_paths(config: Config) -> Config:
         return replace(config, model=str(path))
     name = str(config.draft_model)
     drafter = BUNDLED[name][1] if name in BUNDLED else resolve_path(name)
-    return replace(config, model=str(path), draft_model=str(drafter))
+    speculate = with_head(config.speculate, head_method(drafter), name)
+    return replace(config, model=str(path), draft_model=str(drafter), speculate=speculate)
 
 
 def prepare_checkpoint(config: Config) -> CheckpointInfo:
@@ -89,7 +92,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     apply_options(config, tokenizer, processor)
     for warning in tokenizer.generation_config.warnings:
         logger.warning("%s", warning)
-    if config.runs_draft_model:
+    if config.runs_draft_model and head_method(Path(str(config.draft_model))) is None:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path, rows)
     suppressed = (token_id for token_id in tokenizer.suppress_tokens if token_id < rows)

@@ -13,7 +13,8 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
+HEAD_DRAFTERS: Final = ("eagle3",)  # trained heads, by their method
+DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", *HEAD_DRAFTERS, "replay")
 ENTRY_POINT_GROUP: Final = "foreword.drafters"
 RESERVED_NAMES: Final = (*DRAFTERS, "auto", "off", "policy")  # "policy" counts errors of the controller
 CLASS_REFERENCE: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
@@ -44,18 +45,24 @@ def parse_drafters(
     if speculate == "off":
         return []
     drafters: list[str | DrafterPlugin] = []
-    for item in map(str.strip, speculate.split(",")):
+    items = [*map(str.strip, speculate.split(","))]
+    has_draft_model = draft_model is not None and not {*HEAD_DRAFTERS} & {*items}
+    for item in items:
         if item == "off":
             raise ConfigError("speculate: `off` cannot be combined with drafters", "speculate")
         if item.isdecimal():
             problem = f"names drafters; --num-speculative-tokens {item} limits their tokens"
             raise ConfigError(f"speculate {problem}", "speculate")
         if item == "auto":
-            drafters += ("grammar", "prediction", "suffix", *(("draft",) if draft_model else ()))
+            drafters += ("grammar", "prediction", "suffix", *(("draft",) if has_draft_model else ()))
         else:
             drafters.append(item if item in DRAFTERS else find_plugin(item))
-    if "draft" in drafters and not draft_model:
-        raise ConfigError("speculate: `draft` needs --draft-model", "draft_model")
+    needs_model = [name for name in ("draft", *HEAD_DRAFTERS) if name in drafters]
+    if needs_model and not draft_model:
+        raise ConfigError(f"speculate: `{needs_model[0]}` needs --draft-model", "draft_model")
+    if len(needs_model) > 1:
+        names = " and ".join(needs_model)
+        raise ConfigError(f"speculate: {names} exclude each other: --draft-model is one of them", "speculate")
     if "replay" in drafters and not replay_file:
         raise ConfigError("speculate: `replay` needs --replay-file", "replay_file")
     names = [each.name if isinstance(each, DrafterPlugin) else each for each in drafters]
@@ -63,6 +70,26 @@ def parse_drafters(
         if names.count(name) > 1:
             raise ConfigError(f"speculate: two drafters are named {name}: {speculate}", "speculate")
     return drafters
+
+
+def with_head(speculate: str, method: str | None, path: str) -> str:
+    """`--speculate` with the method of the trained head in `path`, instead of `draft` and beside `auto`.
+
+    None: `path` is no head. Raises ConfigError if another method is named.
+    """
+    items = [*map(str.strip, speculate.split(","))]
+    named = [item for item in items if item in HEAD_DRAFTERS]
+    if method is None:
+        if named:
+            problem = f"{path} is no trained head; --speculate draft runs a draft model"
+            raise ConfigError(f"speculate: `{named[0]}`: {problem}", "draft_model")
+        return speculate
+    items = [method if item == "draft" else item for item in items]
+    if "auto" in items and method not in items:
+        items.insert(items.index("auto") + 1, method)
+    if any(item not in (method, "auto") for item in named):
+        raise ConfigError(f"speculate: `{named[0]}`: the head in {path} is of method {method}", "draft_model")
+    return ",".join(items)
 
 
 def find_plugin(text: str) -> DrafterPlugin:

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from foreword.config.drafters import DrafterPlugin, parse_drafters
+from foreword.config.drafters import HEAD_DRAFTERS, DrafterPlugin, parse_drafters
 from foreword.config.lora import LoraModule, parse_lora_modules
 from foreword.config.option_checks import check_options
 from foreword.errors import ConfigError
@@ -493,7 +493,8 @@ class Config:
     @property
     def runs_draft_model(self) -> bool:
         """Whether `draft_model` is loaded: to draft, or for its cost in a replay."""
-        return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
+        names = {"draft", *HEAD_DRAFTERS}
+        return self.draft_model is not None and (bool(names & {*self.drafter_names()}) or self.replay_cost)
 
     @property
     def remote_urls(self) -> tuple[str, ...]:

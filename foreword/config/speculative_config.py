@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from foreword.config.drafters import HEAD_DRAFTERS
 from foreword.config.options import Config
 from foreword.errors import ConfigError, did_you_mean
 
@@ -30,7 +31,7 @@ IGNORED_SPECULATIVE_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "suffix_decoding_min_token_prob": ((), CONTROLLER_DECIDES),
 }
 SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-TRAINED_HEADS = re.compile("eagle|medusa|mtp|mlp_speculator")
+TRAINED_HEADS = re.compile("eagle|medusa|mtp|mlp_speculator|dflash")
 
 
 def apply_speculative_config(config: Config) -> Config:
@@ -90,7 +91,10 @@ def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
-    problem = f"method must be ngram, suffix or draft_model (with a model), got {method!r}"
-    if TRAINED_HEADS.search(str(method).lower()):
-        problem += ": trained heads are not supported yet"
+    if method in HEAD_DRAFTERS and isinstance(model, str):
+        return {**changes, "speculate": str(method), "draft_model": model}
+    kinds = f"ngram, suffix, or with a model draft_model, {', '.join(HEAD_DRAFTERS)}"
+    problem = f"method must be {kinds}, got {method!r}"
+    if TRAINED_HEADS.search(str(method).lower()) and method not in HEAD_DRAFTERS:
+        problem += ": this kind of head is not supported yet"
     raise ConfigError(f"speculative_config: {problem}", "speculative_config")

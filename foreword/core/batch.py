@@ -123,6 +123,8 @@ class Batch:
     state_slots: Tensor | None = None  # int64 [B]: ring of each request; None: no layer has state
     # int64 [B, segments]: anchors from that of the first row's segment on; NO_ANCHOR: zeros, or not kept
     anchor_tables: Tensor | None = None
+    # int64 [T]: slot of the token before, 0 for the first one; None: the model has no trained head
+    prev_slots: Tensor | None = None
 
 
 def build_batch(
@@ -134,6 +136,7 @@ def build_batch(
     with_request_index: bool = False,
     with_lora: bool = False,
     with_states: bool = False,
+    with_prev_slots: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
     token_ids, positions, slots, sampled, seq_lens = (list[int]() for _ in range(5))
@@ -169,6 +172,8 @@ def build_batch(
         optional["lora_slots"] = _lora_slots(chunks, padding)
     if with_states:
         optional |= _state_arrays(chunks)
+    if with_prev_slots:
+        optional["prev_slots"] = _prev_slots(chunks, block_size, padding)
     tensors = upload([*arrays, block_tables, *optional.values()], torch.device(device))
     uploaded = dict(zip(optional, tensors[5:], strict=True))
     return Batch(
@@ -186,6 +191,7 @@ def build_batch(
         lora_slots=uploaded.get("lora_slots"),
         state_slots=uploaded.get("state_slots"),
         anchor_tables=uploaded.get("anchor_tables"),
+        prev_slots=uploaded.get("prev_slots"),
     )
 
 
@@ -201,6 +207,15 @@ def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
 def _lora_slots(chunks: Sequence[Chunk], padding: int) -> Ints:
     slots = np.array([chunk.lora_slot for chunk in chunks] + [NO_LORA], np.int64)
     return np.repeat(slots, [len(chunk.token_ids) for chunk in chunks] + [padding])
+
+
+def _prev_slots(chunks: Sequence[Chunk], block_size: int, padding: int) -> Ints:
+    parts = [np.zeros(padding, np.int64)]
+    for chunk in reversed(chunks):
+        before = np.arange(chunk.start - 1, chunk.start - 1 + len(chunk.token_ids))
+        blocks = np.asarray(chunk.blocks, np.int64)
+        parts.append(np.where(before < 0, 0, blocks[before // block_size] * block_size + before % block_size))
+    return np.concatenate(parts[::-1])
 
 
 def _state_arrays(chunks: Sequence[Chunk]) -> dict[str, Array]:
@@ -303,6 +318,23 @@ class KVShape(NamedTuple):
     def vectors_per_token(self) -> int:
         """Each has a scale where values are scaled."""
         return 2 * self.heads if self.source is None else 0
+
+
+class HeadShape(NamedTuple):
+    """Memory of a trained head for each token of the target."""
+
+    kv: KVShape  # of its layer
+    hidden_size: int  # W: width of the hidden states that it reads and recycles
+
+
+class HeadCache(NamedTuple):
+    """Memory of a trained head at the slots of the target's KV cache, and of draft tokens behind them.
+
+    Slot of token p: the hidden state that is read with token p + 1, and K and V of token p.
+    """
+
+    kv: KVLayer
+    hidden: Tensor  # [S, W] of the activations' type
 
 
 class HybridShape(NamedTuple):

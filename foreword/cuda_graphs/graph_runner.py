@@ -35,10 +35,13 @@ class _CapturedBatch:
 
 
 def with_graphs(
-    ops: Ops, forward: Callable[[Batch], Tensor], has_states: bool = False
+    ops: Ops, forward: Callable[[Batch], Tensor], is_eager: bool = False
 ) -> Callable[[Batch], Tensor]:
-    """`forward` as a GraphRunner if the backend supports graphs, and the model has no layers with state."""
-    uses_graphs = ops.supports_graphs and not has_states
+    """`forward` as a GraphRunner if the backend supports graphs, unless `is_eager`.
+
+    Batches of models with layers with state, or with a trained head, have inputs that no graph replaces.
+    """
+    uses_graphs = ops.supports_graphs and not is_eager
     return GraphRunner(cast(GraphOps, ops), forward) if uses_graphs else forward
 
 

@@ -45,6 +45,7 @@ class BatchBuilder:
         with_request_index: bool = False,  # the backend needs the request index of each row
         with_lora: bool = False,  # the model has adapters
         with_states: bool = False,  # the model has layers with state
+        with_prev_slots: bool = False,  # the model has a trained head
     ) -> None:
         self.block_size = block_size
         self.row_tile = row_tile
@@ -54,6 +55,7 @@ class BatchBuilder:
         self.with_request_index = with_request_index
         self.with_lora = with_lora
         self.with_states = with_states
+        self.with_prev_slots = with_prev_slots
 
     def build(self, requests: Sequence[ScheduledRequest]) -> ModelInput:
         rows: list[SampleRow] = []
@@ -103,7 +105,8 @@ class BatchBuilder:
         return chunk._replace(state_slot=state.state_slot, anchors=anchors)
 
     def flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        options = (self.mrope, self.with_request_index, self.with_lora, self.with_states)
+        inputs = (self.mrope, self.with_request_index, self.with_lora)
+        options = (*inputs, self.with_states, self.with_prev_slots)
         return build_batch(chunks, self.block_size, self.row_tile, self.device, *options)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foreword.config.drafters import DRAFTERS
+from foreword.config.drafters import DRAFTERS, HEAD_DRAFTERS
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk
@@ -60,6 +60,7 @@ from foreword.speculation.draft_length.policy import FixedLength
 from foreword.speculation.drafter import Drafter
 from foreword.speculation.drafters.draft_model import ModelDrafter
 from foreword.speculation.drafters.grammar import GrammarDrafter
+from foreword.speculation.drafters.head import HeadDrafter, num_strip_blocks
 from foreword.speculation.drafters.ngram import NgramDrafter
 from foreword.speculation.drafters.prediction import PredictionDrafter
 from foreword.speculation.drafters.replay import ReplayDrafter, ReplayWithDraftModel, read_recording
@@ -103,9 +104,10 @@ class EngineComponents:
         timer = StepTimer()
         unused_ids = [i for i in never_sampled_ids if 0 <= i < model.vocab_size]
         sampler = Sampler(model.ops, model.vocab_size, unused_ids, resolved.test_mode)
+        self._kv = self._make_kv_storage(model)
         self.proposer = self._make_proposer()
         grammars = _make_grammars(model.vocab_size)
-        self.model_runner = ModelRunner(model, self._make_kv_storage(model), sampler, grammars, timer)
+        self.model_runner = ModelRunner(model, self._kv, sampler, grammars, timer)
         self.encoder = VisionEncoderRunner(
             model.vision_encoder,
             EncoderCache(resolved.image_cache_bytes),
@@ -124,6 +126,7 @@ class EngineComponents:
             model.ops.supports_graphs,
             model.lora.limits is not None,
             model.has_states,
+            model.head is not None,
         )
 
     def profile_run(self) -> ProfileRun:
@@ -167,12 +170,17 @@ class EngineComponents:
         return loops
 
     def _make_kv_storage(self, model: Model) -> KVStorage:
-        resolved, layers = self._resolved, model.cache_shapes
+        resolved, layers, head = self._resolved, model.cache_shapes, model.head
+        num_strips = resolved.max_num_seqs * num_strip_blocks(
+            resolved.num_speculative_tokens, resolved.block_size
+        )
         options = (
             resolved.kv_cache_dtype,
             resolved.device,
             state_sizes(resolved),
             getattr(torch, resolved.dtype),
+            None if head is None else head.cache_shape,
+            num_strips,
         )
         return KVStorage(resolved.num_blocks, resolved.block_size, layers, *options)
 
@@ -214,14 +222,23 @@ class EngineComponents:
             assert config.replay_file is not None
             recording, vocab_size = read_recording(config.replay_file), self._models.target.vocab_size
             replay = ReplayDrafter(recording, config.replay_error_rate, vocab_size)
-            return ReplayWithDraftModel(replay, self._make_model_drafter()) if config.replay_cost else replay
+            return ReplayWithDraftModel(replay, self._make_model_based()) if config.replay_cost else replay
         if name in self._plugins:
             return self._adapt(name, self._plugins[name])
-        assert name == "draft"
-        return self._make_model_drafter()
+        assert name == "draft" or name in HEAD_DRAFTERS
+        return self._make_model_based()
 
     def _adapt(self, name: str, drafter: Drafter) -> DrafterAdapter:
         return DrafterAdapter(name, drafter, self._models.target.vocab_size)
+
+    def _make_model_based(self) -> ModelBasedDrafter:
+        target = self._models.target
+        if target.head is None:
+            return self._make_model_drafter()
+        unused_ids = [i for i in self._never_sampled_ids if 0 <= i < target.vocab_size]
+        sampler = Sampler(target.ops, target.vocab_size, unused_ids)
+        options = (self._resolved.num_speculative_tokens, target.vocab_size)
+        return HeadDrafter(target.head, target.ops, self._kv, sampler, *options)
 
     def _make_model_drafter(self) -> ModelDrafter:
         resolved, model = self._resolved, self._models.draft_model
@@ -400,6 +417,8 @@ class EngineBuilder:
         max_len = self.resolved.max_model_len
         draft_len = min(max_len, infos[-1].context_len)
         loaded.target.set_max_model_len(max_len)
+        if loaded.target.head is not None:
+            loaded.target.head.set_max_model_len(max_len)
         if loaded.draft_model is not None:
             loaded.draft_model.set_max_model_len(draft_len)
         return replace(loaded, draft_model_len=draft_len)

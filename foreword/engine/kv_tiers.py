@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -49,7 +50,10 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     states, images = scheduler.state_cache, kv.block_images()
     anchor_images = None if states is None else kv.anchor_images()
     layouts = (kv.block_size, images.layout, anchor_images and (SEGMENT, anchor_images.layout))
-    namespace = _namespace(Path(str(config.model)), engine.info.fingerprint, layouts)
+    models = [Path(str(config.model))]
+    if kv.head is not None:  # its memory is part of a block
+        models.append(Path(str(config.draft_model)))
+    namespace = _namespace(models, engine.info.fingerprint, layouts)
     name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / f"{name}-{namespace.hex()}"
@@ -66,12 +70,13 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
 
 
-def _namespace(model: Path, fingerprint: str, layouts: object) -> bytes:
+def _namespace(models: Sequence[Path], fingerprint: str, layouts: object) -> bytes:
     """A hash of all that the bytes of a cached block depend on, besides its tokens.
 
     The fingerprint knows weights by samples, so times of their files are included: files outlive an edit.
     """
-    times = [(file.name, file.stat().st_mtime_ns) for file in weight_files(model)]
+    files = [file for model in models for file in weight_files(model)]
+    times = [(file.name, file.stat().st_mtime_ns) for file in files]
     facts = json.dumps((fingerprint, layouts, times))
     return blake2b(facts.encode(), digest_size=DIGEST_BYTES, person=b"kv namespace").digest()
 

@@ -27,7 +27,9 @@ from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_r
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import native_unavailable_reason, select_backend
 from foreword.layers.lora import LoraLimits
-from foreword.models.interfaces import Model, Precision
+from foreword.models.decoder import Decoder
+from foreword.models.heads.head_loader import load_head, read_head_info
+from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.planning.hardware import HardwareInfo, hardware_info, probe_hardware
 from foreword.planning.memory import ModelInfo, resolve_dtypes
@@ -36,6 +38,7 @@ from foreword.planning.resolve import ResolvedConfig, resolve
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.drafter import Drafter, DrafterContext
 from foreword.speculation.plugin import make_plugin
+from foreword.weights.trained_heads import head_method
 from foreword.weights.unsupported_families import draft_model_with_states
 
 logger = logging.getLogger(__name__)
@@ -59,11 +62,7 @@ def load(
     """
     assert config.model is not None and config.speculative_config is None, "the config is not prepared"
     target = read_model_info(Path(config.model), config.gguf_dequantize)
-    draft_model = None
-    if config.runs_draft_model:
-        draft_model = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
-        if draft_model.state_shapes:
-            raise draft_model_with_states(draft_model.architecture)
+    draft_model = read_drafter_info(config)
     started = time.perf_counter()
     chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
     if resolved is not None and resolved.device == "cuda":
@@ -100,7 +99,7 @@ def _load_models(
 ) -> LoadedModels:
     precision = Precision.from_dtypes(resolved.dtype, resolved.weight_dtype, resolved.quantization)
 
-    def load_checkpoint(path: str, max_model_len: int, lora: LoraLimits | None = None) -> Model:
+    def load_checkpoint(path: str, max_model_len: int, lora: LoraLimits | None = None) -> Decoder:
         options = (config.gguf_dequantize, config.load_format == "dummy", lora)
         return load_model(Path(path), ops, precision, resolved.device, max_model_len, report, *options)
 
@@ -109,8 +108,25 @@ def _load_models(
     target = load_checkpoint(str(config.model), max_len, limits)
     if draft_model is None:
         return LoadedModels(target)
+    if head_method(Path(str(config.draft_model))) is not None:
+        options = (resolved.device, max_len, report, config.load_format == "dummy")
+        target.head = load_head(Path(str(config.draft_model)), target, ops, precision, *options)
+        return LoadedModels(target)
     draft_len = min(max_len, draft_model.context_len)
     return LoadedModels(target, load_checkpoint(str(config.draft_model), draft_len), draft_len)
+
+
+def read_drafter_info(config: Config) -> ModelInfo | None:
+    """The draft model or the trained head that `config` names. Raises ConfigError, CheckpointError."""
+    if not config.runs_draft_model:
+        return None
+    path = Path(str(config.draft_model))
+    if head_method(path) is not None:
+        return read_head_info(path, Path(str(config.model)), config.load_format == "dummy")
+    info = read_model_info(path, config.gguf_dequantize)
+    if info.state_shapes:
+        raise draft_model_with_states(info.architecture)
+    return info
 
 
 def make_plugins(
@@ -163,9 +179,7 @@ def detect_hardware(
 def describe_model(config: Config) -> ModelDescription:
     """Read headers and configs only. Raises ConfigError or CheckpointError."""
     target = read_model_info(Path(str(config.model)), config.gguf_dequantize)
-    drafter = None
-    if config.runs_draft_model:
-        drafter = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
+    drafter = read_drafter_info(config)
     hardware = detect_hardware(config, target)
     if config.cpus is not None:
         hardware = replace(hardware, cores=len(parse_cpus(config.cpus)))

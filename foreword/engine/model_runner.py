@@ -41,7 +41,8 @@ class ModelRunner:
         self.vocab_size = model.vocab_size  # width of the logits
         self.mrope = model.uses_mrope
         # batch -> logits
-        self.forward = with_graphs(model.ops, model.compile_logits(kv), model.has_states)
+        is_eager = model.has_states or model.head is not None
+        self.forward = with_graphs(model.ops, model.compile_logits(kv), is_eager)
 
     @property
     def decode_loop_forward(self) -> SupportsDecodeLoop | None:

@@ -398,8 +398,10 @@ class Ops(Protocol):
         With latent attention v is [T, 1, Dv], and k [T, 1, D - Dv] has the other values of K.
         """
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> AttentionMetadata:
-        """The part of attention that all layers with this window share in one forward pass."""
+    def build_attention_metadata(
+        self, batch: Batch, window: int | None = None, first: int = 0
+    ) -> AttentionMetadata:
+        """The part of attention that all layers with these options share in one forward pass."""
 
     def attention(
         self,
@@ -411,11 +413,13 @@ class Ops(Protocol):
         softcap: float | None = None,
         metadata: AttentionMetadata | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D], or [T, Hq, Dv] with latent attention; padding rows yield zeros.
 
-        Row t attends to the positions of its own request in (positions[t] - window, positions[t]]; scores are
-        capped to softcap * tanh(s / softcap). `metadata` is build_attention_metadata(batch, window).
+        Row t attends to the positions of its own request in (positions[t] - window, positions[t]] from
+        `first` on, and yields zeros if there are none; scores are capped to softcap * tanh(s / softcap).
+        `metadata` is build_attention_metadata(batch, window, first).
         sinks float32 [Hq]: a further score of each head that takes its share of the softmax and has no value.
         """
 
@@ -436,6 +440,18 @@ class Ops(Protocol):
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
+
+    def write_hidden(self, x: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """cache[slots[t]] = x[t]: x [T, W], cache [S, W] of the same type, slots int64 [T]."""
+
+    def read_hidden(self, cache: Tensor, slots: Tensor) -> Tensor:
+        """cache[slots]: cache [S, W], slots int64 [T] -> [T, W]."""
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """[T, N] each, of one type -> [T, sum of N]."""
+
+    def expand_vocab(self, logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+        """Logits of some ids, float32 [R, n] -> [R, vocab_size], -inf elsewhere; ids int64 [n] differ."""
 
     # Rows of logits: float32 [R, V]; masked ids are -inf. In place where nothing is returned.
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from foreword.core.batch import (
     CacheShape,
+    HeadCache,
+    HeadShape,
     HybridLayer,
     HybridShape,
     KVLayer,
@@ -27,7 +29,7 @@ class KVStorage:
     """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0.
 
     A layer may read those of an earlier one. Layers with state have rings and anchors instead, or both; slot
-    0 and anchor 0 are for dummy rows.
+    0 and anchor 0 are for dummy rows. A trained head has the same blocks, and more for its draft tokens.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class KVStorage:
         device: str = "cpu",
         states: StateSizes = NO_STATES,
         state_dtype: torch.dtype = torch.float32,  # that of activations
+        head: HeadShape | None = None,
+        num_draft_blocks: int = 0,  # of the head, after those of the target
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
@@ -63,6 +67,11 @@ class KVStorage:
                 self._layers.append(self._layers[shape.source])
             else:
                 self._layers.append(self._make_layer(slots, shape, stored))
+        self.head: HeadCache | None = None
+        if head is not None:
+            slots += num_draft_blocks * block_size
+            hidden = self._zeros((slots, head.hidden_size), state_dtype)
+            self.head = HeadCache(self._make_layer(slots, head.kv, stored), hidden)
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
@@ -70,11 +79,13 @@ class KVStorage:
     @property
     def nbytes(self) -> int:
         parts = self._parts()
-        return sum(tensor.nbytes for tensor in _own_tensors(parts, (KVLayer, StateLayer)))
+        hidden = 0 if self.head is None else self.head.hidden.nbytes
+        return hidden + sum(tensor.nbytes for tensor in _own_tensors(parts, (KVLayer, StateLayer)))
 
     def block_images(self) -> CacheImages:
-        """The bytes of each block: K, V and their scales in all layers."""
-        return CacheImages(_own_tensors(self._parts(), (KVLayer,)), self.block_size)
+        """The bytes of each block: K, V and their scales in all layers, and those of a trained head."""
+        hidden = [] if self.head is None else [self.head.hidden]
+        return CacheImages([*_own_tensors(self._parts(), (KVLayer,)), *hidden], self.block_size)
 
     def anchor_images(self) -> CacheImages:
         """The bytes of each anchor in all layers with state."""
@@ -82,8 +93,9 @@ class KVStorage:
         return CacheImages([tensor for part in states for tensor in (part.tails, part.matrices)], 1)
 
     def _parts(self) -> list[KVLayer | StateLayer]:
-        """Memory of each layer that has its own."""
-        own = {id(layer): layer for layer in self._layers}.values()
+        """Memory of each layer that has its own, and of a trained head's layer."""
+        own: list[LayerCache] = list({id(layer): layer for layer in self._layers}.values())
+        own += [] if self.head is None else [self.head.kv]
         parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
         return [part for part in parts if part is not None]
 

@@ -27,6 +27,7 @@ class AttentionConfig:
     has_kv: bool = True  # False: K and V in the cache are those of an earlier layer
     k_eq_v: bool = False  # values are keys before their norm and RoPE
     has_gate: bool = False  # the output is multiplied by sigmoid(gate), gate [T, Hq, D] after q
+    first: int = 0  # first position that is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,18 @@ class ForwardContext:
     query_scale: Tensor | None = None  # as in Rope
 
 
+class SplitProjection:
+    """Projections of q and a gate, and of k and v: a trained head needs only the latter for most rows."""
+
+    def __init__(self, ops: Ops, q: Linear, kv: Linear) -> None:
+        self._ops = ops
+        self._q = q
+        self.kv = kv
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.concat((self._q(x), self.kv(x)))
+
+
 class Attention:
     """Fused projection of q, a gate, k and v; norms of q, k (both or neither) and v, RoPE, out projection."""
 
@@ -50,7 +63,7 @@ class Attention:
         self,
         ops: Ops,
         config: AttentionConfig,
-        qkv: Linear,
+        qkv: Linear | SplitProjection,
         out: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -88,11 +101,21 @@ class Attention:
             config.softcap,
             context.attention_metadata,
             self._sinks,
+            config.first,
         )
         y = attended.flatten(1)
         if config.has_gate:
             y = self._ops.gate(y, qkv[:, config.heads : first_k].flatten(1), "sigmoid")
         return self._out(y, residual)
+
+    def write_kv(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> None:
+        """K and V of x [T, H] alone; the projection is split."""
+        assert isinstance(self._qkv, SplitProjection) and not self._config.norms_after_rope
+        kv = self._qkv.kv(x).view(x.shape[0], -1, self._config.head_dim)
+        k = self._normalize(kv[:, : self._config.kv_heads], self._k_norm)
+        v = self._normalize(kv[:, -self._config.kv_heads :], self._v_norm)
+        k = self._ops.rope(k, context.cos_sin, context.positions, context.mrope_sections)
+        self._ops.write_kv(k, v, cache, context.batch.slots)
 
     def _rotate_and_cache(self, q: Tensor, kv: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """q [T, Hq, D] -> the same with norm and RoPE; K and V of kv [T, 2 * Hk, D] (k_eq_v: [T, Hk, D])."""

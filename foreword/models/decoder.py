@@ -21,7 +21,7 @@ from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.image_forward import with_images
-from foreword.models.interfaces import KVCache, Precision, VisionEncoder
+from foreword.models.interfaces import Head, KVCache, Precision, VisionEncoder
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder, build_norm
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
@@ -54,6 +54,7 @@ class Decoder(ABC):
         hidden, weight_format = config.hidden_size, precision.embedding_format
         embedding = load_linear(ops, body, weight_format, hidden, {self.EMBEDDING: self.vocab_size})
         scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
+        self.embedding_weight = embedding
         self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
         self._per_layer: PerLayerEmbedding | None = None
         if config.per_layer_size:
@@ -75,11 +76,12 @@ class Decoder(ABC):
         if not config.tie_word_embeddings:
             outputs = {"lm_head": self.vocab_size}
             head = load_linear(ops, weights, weight_format, hidden, outputs, config.head_bias)
-        self._lm_head = Linear(ops, head, torch.float32)
+        self.lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)
         self.info = describe_model(config, weights.num_parameters, self.lora.values_per_rank)
         self.vision_encoder: VisionEncoder | None = None
+        self.head: Head | None = None
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length. Call it before anything is compiled."""
@@ -113,10 +115,17 @@ class Decoder(ABC):
             values = features.values[:, : self.config.hidden_size]
             self.ops.scatter_rows(x, features.rows, values * self.config.input_scale)
         contexts = self._forward_contexts(batch, x)
+        taps = frozenset(self.head.taps) if self.head is not None else frozenset()
+        embeddings, tapped = x, {0: x}
         for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, contexts[type_index], kv_cache.layer(index))
             if features is not None:
                 self._add_deepstack(x, features, index + 1)
+            if index + 1 in taps:
+                tapped[index + 1] = x
+        if self.head is not None:
+            assert kv_cache.head is not None, "a KV cache without memory of the head"
+            self.head.commit(batch, embeddings, [tapped[tap] for tap in self.head.taps], kv_cache.head)
         return x
 
     def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
@@ -129,7 +138,7 @@ class Decoder(ABC):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Rows after the head's norm, [R, H] -> float32 [R, V]"""
-        logits = self._lm_head(hidden)
+        logits = self.lm_head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 

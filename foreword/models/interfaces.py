@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, CacheShape, LayerCache
+from foreword.core.batch import Batch, CacheShape, HeadCache, HeadShape, LayerCache
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLayers
@@ -36,8 +36,44 @@ class Precision:
 class KVCache(Protocol):
     """The KV cache, by layer."""
 
+    @property
+    def head(self) -> HeadCache | None:
+        """Memory of a trained head."""
+
     def layer(self, index: int) -> LayerCache:
         """K and V of one layer, or its state."""
+
+
+class Head(Protocol):
+    """A trained head: it drafts token p + 1 from token p and the target's hidden state at position p - 1.
+
+    Its memory lies at the slots of the target's tokens. Each pass of the target commits its rows there, so a
+    draft begins without computing known tokens again.
+    """
+
+    method: str  # name of its drafter
+    info: ModelInfo
+    cache_shape: HeadShape
+    taps: tuple[int, ...]  # layers whose input it reads; the number of layers means the last one's output
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether batches need mrope_positions."""
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """As of a model."""
+
+    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+        """Write hidden states, K and V of all rows of a pass of the target.
+
+        embeddings [T, H]: input of its first layer; taps [T, H] of each of `taps`
+        """
+
+    def compile_draft(self, cache: HeadCache) -> Callable[[Batch], Tensor]:
+        """Compile one pass over draft rows: logits of sampled rows, float32 [R, V] of the target's V.
+
+        A row reads the hidden state of the slot before, and writes its own, with K and V.
+        """
 
 
 class VisionEncoder(Protocol):
@@ -65,6 +101,7 @@ class Model(Protocol):
     cache_shapes: tuple[CacheShape, ...]  # one per layer
     vision_encoder: VisionEncoder | None
     lora: LoraLayers
+    head: Head | None  # set before anything is compiled
 
     @property
     def uses_mrope(self) -> bool:

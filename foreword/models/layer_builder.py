@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from foreword.core.batch import CacheShape, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import NO_ALPHAS, Ops
-from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
+from foreword.layers.attention import Attention, AttentionConfig, ForwardContext, SplitProjection
 from foreword.layers.latent_attention import LatentAttention
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers, deinterleaved_order, split_order
@@ -89,8 +90,13 @@ class LayerBuilder:
         assert shape is not None
         return shape
 
-    def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
-        """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
+    def attention(
+        self, name: str, fused: str | None = None, out: str = "o_proj", head_inputs: int | None = None
+    ) -> Attention:
+        """`fused` names a projection with q, k and v; otherwise they are separate tensors.
+
+        head_inputs  of a trained head: width of the attention's input
+        """
         config, size = self._config, self._kv_shape.head_dim
         q, kv = config.num_heads * size, self._kv_shape.heads * size
         orders: dict[str, Tensor] = {}
@@ -105,11 +111,16 @@ class LayerBuilder:
             orders["q_proj"] = split_order((size, size), config.num_heads)
         weights = ReorderedWeights(self._weights.prefixed(f"{name}."), orders)
         attention = self._attention_config()
+        if head_inputs is not None:
+            attention = replace(attention, first=1)  # no hidden state comes before the first token
         outputs = {"q_proj": q * (1 + config.attn_gate)}
         if attention.has_kv:
             outputs |= {"k_proj": kv} if attention.k_eq_v else {"k_proj": kv, "v_proj": kv}
         if fused:
             outputs = {fused: q + 2 * kv}
+        size_in = head_inputs or config.hidden_size
+        parts = [outputs] if head_inputs is None else [{"q_proj": outputs.pop("q_proj")}, outputs]
+        linears = [self._linear(name, weights, size_in, part, config.qkv_bias, orders) for part in parts]
         q_norm = k_norm = v_norm = None
         if config.qk_norm is not None:
             names, sizes = config.qk_norm.names, (q, kv) if config.qk_norm.all_heads else (size, size)
@@ -120,7 +131,7 @@ class LayerBuilder:
         return Attention(
             self.ops,
             attention,
-            self._linear(name, weights, config.hidden_size, outputs, config.qkv_bias, orders),
+            linears[0] if head_inputs is None else SplitProjection(self.ops, *linears),
             self._linear(name, weights, q, {out: config.hidden_size}, config.out_bias),
             q_norm,
             k_norm,

@@ -17,7 +17,7 @@ from foreword.layers.weights import Weights
 from foreword.models.architectures import ALIASES, ARCHITECTURES, read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Model, Precision
+from foreword.models.interfaces import Precision
 from foreword.models.vision.llava import Llava
 from foreword.models.vision.llava_next import LlavaNext
 from foreword.models.vision.qwen2_5_vl import Qwen25VL
@@ -109,6 +109,15 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     return replace(info, unused_parts=_describe_parts({MTP_HEAD: file.num_unused_values}))
 
 
+def read_shape(path: Path) -> Decoder:
+    """The decoder of a checkpoint, without its tensors. Raises CheckpointError."""
+    options = (MetaOps(), Precision.from_dtypes("float32"), MetaWeights(), "cpu", INFO_MAX_MODEL_LEN)
+    if is_gguf(path):
+        file = _open_gguf(path)
+        return file.architecture(file.config, *options)
+    return _build_model(_read_config(path), *options)
+
+
 def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
     """Compare names and shapes in the headers of a checkpoint's files with what the model loads.
 
@@ -149,7 +158,7 @@ def load_model(
     gguf_dequantize: bool = False,
     dummy: bool = False,
     lora: LoraLimits | None = None,
-) -> Model:
+) -> Decoder:
     """Load the model in `path`.
 
     progress         called with bytes done and bytes in total
@@ -160,7 +169,7 @@ def load_model(
     """
     if dummy:
         return _load_dummy_model(path, ops, precision, device, max_model_len, lora)
-    with _open_device_loader(device) as device_loader:
+    with open_device_loader(device) as device_loader:
         if is_gguf(path):
             file = _open_gguf(path)
             weights = file.weights(gguf_dequantize, progress, device_loader)
@@ -186,14 +195,14 @@ def _open_files(
     return QuantizedWeights(path, spec.quantization, progress, device_loader)
 
 
-def _open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
+def open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
     """None for a CPU, which uses mapped files."""
     return nullcontext() if device == "cpu" else DeviceLoader(device)
 
 
 def _load_dummy_model(
     path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int, lora: LoraLimits | None
-) -> Model:
+) -> Decoder:
     """The model of a config.json with random weights."""
     if is_gguf(path):
         problem = "load_format dummy needs a directory with a config.json"

@@ -140,11 +140,14 @@ def _format_flags(options: Mapping[str, Any]) -> str:
 
 
 def measured_hints(
-    config: Config, kv_cache_dtype: str, memory: DeviceMemory, models: Sequence[ModelInfo]
+    config: Config, dtypes: tuple[str, str], memory: DeviceMemory, models: Sequence[ModelInfo]
 ) -> str:
-    """Options that help once the models are loaded; not tried, since that would load them again."""
+    """Options that help once the models are loaded; not tried, since that would load them again.
+
+    dtypes  of the KV cache and of activations
+    """
     length, block_size = config.max_model_len, config.block_size
-    per_token = sum(kv_bytes_per_token(info, kv_cache_dtype) for info in models)
+    per_token = sum(kv_bytes_per_token(info, *dtypes) for info in models)
     num_tokens_left = max(memory.kv_cache // (block_size * per_token), 0) * block_size
     hints = {
         f"--max-model-len {num_tokens_left}": length and num_tokens_left >= 2,

@@ -73,6 +73,7 @@ class ModelInfo:
     lora_values_per_rank: int = 0  # values of a LoRA adapter for all projections
     state_shapes: tuple[StateShape, ...] = ()  # of layers with state
     unused_parts: tuple[str, ...] = ()  # of the checkpoint, in words
+    hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
 
     @property
     def active_parameters(self) -> int:
@@ -177,10 +178,21 @@ def lora_bytes(model: ModelInfo, dtype: str, max_loras: int, max_rank: int) -> i
     return max_loras * max_rank * model.lora_values_per_rank * int(DTYPE_BYTES[dtype])
 
 
-def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
-    """Bytes of one token in the KV cache, including scales."""
+def kv_bytes_per_token(model: ModelInfo, kv_dtype: str, dtype: str) -> int:
+    """Bytes of one token in the KV cache, with scales and a head's hidden state; dtype: of activations."""
     scales = model.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
-    return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
+    hidden = int(model.hidden_values_per_token * DTYPE_BYTES[dtype])
+    return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales + hidden
+
+
+def scratch_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo], dtype: str) -> int:
+    """Memory of a trained head for the draft tokens of all requests."""
+    num_seqs, _ = batch_limits(config, hardware, models[0])
+    tokens = num_seqs * blocks_for(num_drafted(config), config.block_size) * config.block_size
+    kv_dtype = resolve_kv_dtype(config, dtype)
+    return sum(
+        tokens * kv_bytes_per_token(info, kv_dtype, dtype) for info in models if info.hidden_values_per_token
+    )
 
 
 def grouped_bytes(rows: int, columns: int, bits: int, num_groups: int) -> int:
@@ -248,7 +260,7 @@ def weight_bytes_by_format(
 class MemorySizes:
     """Bytes of all models."""
 
-    weights: int  # with room for adapters
+    weights: int  # with room for adapters, and for draft tokens of a trained head
     block: int  # one block of the KV cache, with its share of the kept anchors
     lora: int  # room for adapters
     states: int = 0  # of the requests that may run
@@ -304,7 +316,7 @@ def plan_states(config: Config, hardware: HardwareInfo, model: ModelInfo) -> Sta
     itemsize, max_rows = int(DTYPE_BYTES[dtype]), 1 + (bool(config.drafter_names()) and num_drafted(config))
     slot_bytes = sum(shape.slot_bytes(itemsize, max_rows) for shape in model.state_shapes)
     anchor_bytes = sum(shape.anchor_bytes(itemsize) for shape in model.state_shapes)
-    per_token = kv_bytes_per_token(model, resolve_kv_dtype(config, dtype))
+    per_token = kv_bytes_per_token(model, resolve_kv_dtype(config, dtype), dtype)
     tokens = max(-(-anchor_bytes // per_token), SEGMENT, config.block_size)
     interval = 1 << (tokens - 1).bit_length()
     num_seqs, _ = batch_limits(config, hardware, model)
@@ -323,12 +335,13 @@ def memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelI
     kv_dtype = resolve_kv_dtype(config, dtype)
     options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
     lora = lora_bytes(models[0], dtype, config.num_lora_slots, config.max_lora_rank)
+    scratch = scratch_bytes(config, hardware, models, dtype)
     states = plan_states(config, hardware, models[0])
-    block = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models)
+    block = config.block_size * sum(kv_bytes_per_token(info, kv_dtype, dtype) for info in models)
     if states is not None:
         block += states.block_share(config.block_size)
     return MemorySizes(
-        sum(weight_bytes(info, *options) for info in models) + lora,
+        sum(weight_bytes(info, *options) for info in models) + lora + scratch,
         block,
         lora,
         0 if states is None else states.fixed_bytes,

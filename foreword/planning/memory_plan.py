@@ -101,7 +101,7 @@ class _Plan:
     def kv_cache(self, resolved: ResolvedConfig | None) -> Iterator[MemoryPart]:
         config, models = self._config, [self._model, *filter(None, [self._drafter])]
         dtype = self._dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        per_token = sum(kv_bytes_per_token(info, dtype) for info in models)
+        per_token = sum(kv_bytes_per_token(info, dtype, self._dtype) for info in models)
         tokens = min_context(config, self._model)
         if resolved is not None:
             tokens = resolved.num_blocks * config.block_size

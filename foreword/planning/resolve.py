@@ -239,7 +239,7 @@ def with_kv_cache(
     try:
         return _with_kv_cache(resolved, config, memory, models)
     except _DoesNotFit as error:
-        hints = measured_hints(config, resolved.kv_cache_dtype, memory, models)
+        hints = measured_hints(config, (resolved.kv_cache_dtype, resolved.dtype), memory, models)
         raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
 
 
@@ -248,7 +248,7 @@ def _with_kv_cache(
 ) -> ResolvedConfig:
     """As with_kv_cache(), but without hints. Raises _DoesNotFit."""
     block_size = resolved.block_size
-    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
+    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype, resolved.dtype) for info in models)
     max_tokens = config.max_model_len or models[0].context_len
     block = block_size * per_token
     if resolved.states is not None:

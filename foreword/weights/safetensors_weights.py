@@ -44,6 +44,7 @@ QUANTIZED_DTYPES = MappingProxyType(
         "U8": torch.uint8,
     }
 )
+INT_DTYPES = MappingProxyType({"I64": torch.int64, "I32": torch.int32})
 MAX_DIMS = 8
 MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
 LFS_MARK = b"version https://git-lfs"
@@ -203,6 +204,15 @@ class SafetensorsWeights:
         tensor = self._read_tensor(name, shape).to(torch.float32, copy=True)
         self._release(name)
         return tensor
+
+    def ints(self, name: str, size: int) -> Tensor:
+        """int64 [size] on the host."""
+        entry = self._file_by_name[name].entries[name]
+        if entry.shape != (size,):
+            raise CheckpointError(f"{self._path}: tensor `{name}` is {list(entry.shape)}, not {[size]}")
+        self._read_names.add(name)
+        tensor = self._file_by_name[name].tensor(name, dtypes=INT_DTYPES)
+        return tensor.to(torch.int64, copy=True)
 
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:

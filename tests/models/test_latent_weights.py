@@ -31,7 +31,7 @@ def test_a_token_takes_one_vector(kv_dtype: str, size: int, tmp_path: Path) -> N
     path = write_checkpoint(tmp_path / "model", "deepseek_v3")
     info = read_model_info(path)
     assert info.kv_values_per_token == 2 * 40
-    assert kv_bytes_per_token(info, kv_dtype) == 2 * size
+    assert kv_bytes_per_token(info, kv_dtype, "float32") == 2 * size
     storage = KVStorage(7, 16, ForwardHelper(path).model.cache_shapes, kv_dtype)
     assert storage.nbytes == 8 * 16 * 2 * size
 

@@ -13,7 +13,7 @@ from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import Precision
+from foreword.models.interfaces import Head, Precision
 from foreword.models.model_loader import load_model
 
 
@@ -30,6 +30,7 @@ class ForwardHelper:
         weight_dtype: str | None = None,
         quantization: str | None = None,
         kv_dtype: str | None = None,
+        head: Head | None = None,
     ):
         self.model = load_model(
             path,
@@ -42,7 +43,9 @@ class ForwardHelper:
         num_blocks = -(-max_len // block_size)
         self.states = StateSizes(2, max_len // SEGMENT + 2, max_rows=max_len)  # an anchor for each segment
         options = (kv_dtype or dtype, "cpu", self.states, getattr(torch, dtype))
-        self.kv = KVStorage(num_blocks, block_size, self.model.cache_shapes, *options)
+        self.model.head = head
+        shape = None if head is None else head.cache_shape
+        self.kv = KVStorage(num_blocks, block_size, self.model.cache_shapes, *options, shape)
         self.compiled = with_graphs(self.model.ops, self.model.compile_logits(self.kv))
         self.features: dict[bytes, Tensor] = {}
         self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
@@ -57,7 +60,9 @@ class ForwardHelper:
             token_ids, start, self.blocks, len(token_ids), positions, features, state_slot=1, anchors=anchors
         )
         tile, mrope, states = self.model.ops.row_tile, self.model.uses_mrope, self.model.has_states
-        batch = build_batch([chunk], self.block_size, tile, "cpu", mrope, with_states=states)
+        batch = build_batch(
+            [chunk], self.block_size, tile, "cpu", mrope, with_states=states, with_prev_slots=True
+        )
         with torch.inference_mode():
             return self.compiled(batch).clone()
 

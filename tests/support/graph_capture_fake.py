@@ -46,7 +46,9 @@ class GraphCapturableOps(ReferenceOps):
         self.eager = False
         self.decode_ops = DecodeOps()
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> int | None:  # type: ignore[override]
+    def build_attention_metadata(  # type: ignore[override]
+        self, batch: Batch, window: int | None = None, first: int = 0
+    ) -> int | None:
         """Only the window: the rest is in the batch."""
         assert batch.request_index is not None
         return window
@@ -61,8 +63,9 @@ class GraphCapturableOps(ReferenceOps):
         softcap: float | None = None,
         metadata: int | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
-        assert batch.request_index is not None and softcap is None and sinks is None
+        assert not first and batch.request_index is not None and softcap is None and sinks is None
         tables = batch.block_tables
         tables = torch.cat((tables, tables.new_zeros(len(tables), MAX_BLOCKS - tables.shape[1])), 1)
         at = torch.arange(CONTEXT_LEN, device=q.device)

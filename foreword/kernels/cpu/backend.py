@@ -90,7 +90,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Trace `forward` over three rows of the null block; each call overwrites the last result."""
         chunk = Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)
-        batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True, with_lora=True, with_states=True)
+        batch = build_batch([chunk], 1, self.row_tile, "cpu", True, False, True, True, True)
         assert batch.mrope_positions is not None
         for positions in (batch.positions, batch.mrope_positions):
             positions.zero_()  # a model may have fewer positions than there are rows here
@@ -355,7 +355,7 @@ class CpuOps(NativeSampling, UnfusedOps):
         target = _kv_pointers(cache)
         self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=target, keep_alive=cache, sizes=num_slots)
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> None:
+    def build_attention_metadata(self, batch: Batch, window: int | None = None, first: int = 0) -> None:
         """None: the kernel reads the batch itself."""
 
     def attention(
@@ -368,8 +368,11 @@ class CpuOps(NativeSampling, UnfusedOps):
         softcap: float | None = None,
         metadata: None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
-        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2])
+        assert first >= 0 and (
+            sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2])
+        )
         _slots, kv_heads, head_dim = cache.k.shape
         assert q.shape[1] % kv_heads == 0 and q.shape[2] == head_dim, "queries of another shape"
         head_sinks = None if sinks is None else sinks.contiguous()
@@ -379,7 +382,7 @@ class CpuOps(NativeSampling, UnfusedOps):
             torch.zeros(*q.shape[:2], cache.v.shape[2], dtype=q.dtype),
             target=AttentionLayer(_kv_pointers(cache), None if head_sinks is None else head_sinks.data_ptr()),
             keep_alive=(cache, head_sinks),
-            sizes=(q.shape[1], window or 0, cache.k.shape[0]),
+            sizes=(q.shape[1], window or 0, cache.k.shape[0], first),
             scalars=(scale, softcap or 0.0),
             batch=batch,
         )
@@ -402,6 +405,39 @@ class CpuOps(NativeSampling, UnfusedOps):
         starts, seq_lens = tuple(cu_seqlens_q), tuple(lengths.tolist())
         batch = Batch(positions, positions, positions, tables, starts, seq_lens, positions, block_size=1)
         return self.attention(q, KVLayer(k.contiguous(), v.contiguous()), batch, scale)
+
+    def write_hidden(self, x: Tensor, cache: Tensor, slots: Tensor) -> None:
+        assert x.shape == (*slots.shape, *cache.shape[1:]) and x.dtype == cache.dtype
+        assert slots.dtype == torch.int64 and cache.is_contiguous()
+        sizes = (cache.shape[1] * cache.itemsize, cache.shape[0])
+        address = cache.data_ptr()
+        self._execute(Opcode.WRITE_HIDDEN, (x, slots), None, target=address, keep_alive=cache, sizes=sizes)
+
+    def read_hidden(self, cache: Tensor, slots: Tensor) -> Tensor:
+        assert slots.dtype == torch.int64 and cache.is_contiguous()
+        out, sizes = (
+            torch.empty(slots.shape[0], cache.shape[1], dtype=cache.dtype),
+            (cache[0].nbytes, len(cache)),
+        )
+        address = cache.data_ptr()
+        return self._execute(Opcode.READ_HIDDEN, (slots,), out, target=address, keep_alive=cache, sizes=sizes)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        out = torch.empty(parts[0].shape[0], sum(part.shape[1] for part in parts), dtype=parts[0].dtype)
+        first = 0
+        for part in parts:
+            assert part.dtype == out.dtype and part.shape[0] == out.shape[0]
+            columns = out[:, first : first + part.shape[1]]
+            self._execute(Opcode.COPY, (part,), columns, sizes=(part.shape[1] * part.itemsize,))
+            first += part.shape[1]
+        return out
+
+    def expand_vocab(self, logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+        assert logits.dtype == torch.float32 and ids.dtype == torch.int64 and ids.is_contiguous()
+        assert logits.shape[1:] == ids.shape and 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
+        out, sizes = torch.empty(logits.shape[0], vocab_size), (len(ids), vocab_size)
+        address = ids.data_ptr()
+        return self._execute(Opcode.EXPAND_VOCAB, (logits,), out, target=address, keep_alive=ids, sizes=sizes)
 
     def _gather_columns(self, x: Tensor, order: Tensor) -> Tensor:
         """x[:, order]"""

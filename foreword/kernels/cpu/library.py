@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 18  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 19  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -83,6 +83,10 @@ class Opcode(IntEnum):
     SSM_SCAN = 17
     LAYER_NORM = 18
     LINEAR_BY_HEAD = 19
+    WRITE_HIDDEN = 20
+    READ_HIDDEN = 21
+    COPY = 22
+    EXPAND_VOCAB = 23
 
 
 class AddressSpace(IntEnum):
@@ -99,6 +103,7 @@ class AddressSpace(IntEnum):
     LORA_SLOTS = 10
     STATE_SLOTS = 11
     ANCHOR_TABLES = 12
+    PREV_SLOTS = 13
 
 
 NUM_SPACES = len(AddressSpace)

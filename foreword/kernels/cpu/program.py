@@ -33,6 +33,7 @@ BATCH_SPACES = {
     "lora_slots": AddressSpace.LORA_SLOTS,
     "state_slots": AddressSpace.STATE_SLOTS,
     "anchor_tables": AddressSpace.ANCHOR_TABLES,
+    "prev_slots": AddressSpace.PREV_SLOTS,
 }
 
 JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct DraftJob
@@ -119,6 +120,7 @@ class Program:
         spaces = {operand.space for operand in operands}
         self._uses_mrope = AddressSpace.MROPE_POSITIONS in spaces
         self._uses_lora = AddressSpace.LORA_SLOTS in spaces
+        self._uses_prev_slots = AddressSpace.PREV_SLOTS in spaces
         output_address = _storage_address(out)
         del builder.buffers[output_address]
         self._bytes_per_row = plan_arena(list(builder.buffers.values()))
@@ -132,6 +134,7 @@ class Program:
         """-> [R, width], valid until the next call"""
         assert batch.mrope_positions is not None or not self._uses_mrope, "a batch without M-RoPE positions"
         assert batch.lora_slots is not None or not self._uses_lora, "a batch without adapters' slots"
+        assert batch.prev_slots is not None or not self._uses_prev_slots, "a batch without prev_slots"
         inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
         self._allocate(inputs, inputs.num_rows, inputs.num_sampled)
         output = self._output[: inputs.num_sampled]  # a pass evicts torch's code: faster before than after

@@ -80,7 +80,9 @@ class SoftmaxState(NamedTuple):
     values: Tensor  # [n, Hk, Q_TILE, G, Dv]: weighted sum
 
 
-def build_attention_metadata(batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
+def build_attention_metadata(
+    batch: Batch, window: int | None = None, first: int = 0
+) -> ReferenceAttnMetadata:
     """Cut the batch into tiles, and compute the mask of each pair of tiles."""
     assert KV_TILE % batch.block_size == 0
     tiles = sorted(_iter_query_tiles(batch, window), key=lambda tile: tile.first_kv_tile - tile.last_kv_tile)
@@ -90,24 +92,26 @@ def build_attention_metadata(batch: Batch, window: int | None = None) -> Referen
     ).view(batch.block_tables.shape[0], -1, blocks_per_tile)
     groups = (tiles[index : index + TILES_PER_GROUP] for index in range(0, len(tiles), TILES_PER_GROUP))
     return ReferenceAttnMetadata(
-        tuple(_build_group(batch, group, tables, window) for group in groups), batch.block_size
+        tuple(_build_group(batch, group, tables, window, first) for group in groups), batch.block_size
     )
 
 
-def _build_group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> TileGroup:
+def _build_group(
+    batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None, first: int
+) -> TileGroup:
     """tables int64 [B+1, KV tiles, blocks per tile]"""
     padded: list[int] = []
     places: list[int] = []
     rows: list[int] = []
     for tile in tiles:
-        first = len(padded) + tile.start_position % Q_TILE
+        place = len(padded) + tile.start_position % Q_TILE
         tile_rows = range(tile.first_row, tile.first_row + tile.num_rows)
         padded += [tile.first_row] * Q_TILE
-        padded[first : first + tile.num_rows] = tile_rows
-        places += range(first, first + tile.num_rows)
+        padded[place : place + tile.num_rows] = tile_rows
+        places += range(place, place + tile.num_rows)
         rows += tile_rows
     padded_rows = torch.tensor(padded, dtype=torch.int64, device=tables.device)
-    steps = _iter_kv_steps(tiles, tables, batch.positions[padded_rows].view(-1, Q_TILE), window)
+    steps = _iter_kv_steps(tiles, tables, batch.positions[padded_rows].view(-1, Q_TILE), window, first)
     return TileGroup(padded_rows, padded_rows.new_tensor(places), padded_rows.new_tensor(rows), tuple(steps))
 
 
@@ -123,7 +127,7 @@ def _iter_query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
 
 
 def _iter_kv_steps(
-    tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None
+    tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None, first: int
 ) -> Iterator[KVTileStep]:
     """positions int64 [n, Q_TILE]; `tiles` are sorted by their number of KV tiles, most first."""
     for number in range(tiles[0].last_kv_tile - tiles[0].first_kv_tile + 1):
@@ -136,35 +140,35 @@ def _iter_kv_steps(
         order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         unique = torch.tensor(list(order), dtype=torch.int64, device=tables.device)
         block_ids = tables[unique[:, 0], unique[:, 1]].view(-1)
-        mask, fully_masked = _build_mask(pairs, positions[: len(pairs)], window)
+        mask, fully_masked = _build_mask(pairs, positions[: len(pairs)], window, first)
         yield KVTileStep(len(pairs), block_ids, tuple(order[key] for key in keys), mask, fully_masked)
 
 
 def _build_mask(
-    pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None
+    pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None, first: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """mask and fully_masked of a KVTileStep; pairs (query tile, KV tile), positions int64 [pairs, Q_TILE]."""
-    if all(_is_unmasked(tile, kv_tile, window) for tile, kv_tile in pairs):
+    if all(_is_unmasked(tile, kv_tile, window, first) for tile, kv_tile in pairs):
         return None, None
     device = positions.device
     starts = torch.tensor([[kv_tile * KV_TILE] for _, kv_tile in pairs], dtype=torch.int64, device=device)
     columns = (starts + torch.arange(KV_TILE, device=device))[:, None, :]
-    hidden = columns > positions[:, :, None]  # [pairs, Q_TILE, KV_TILE]
+    hidden = (columns > positions[:, :, None]) | (columns < first)  # [pairs, Q_TILE, KV_TILE]
     if window is not None:
         hidden |= columns <= positions[:, :, None] - window
     mask = torch.where(hidden, -math.inf, 0.0)[:, None, :, None, :]
-    if not any(_has_fully_masked_row(tile, kv_tile, window) for tile, kv_tile in pairs):
+    if not any(_has_fully_masked_row(tile, kv_tile, window, first) for tile, kv_tile in pairs):
         return mask, None
     return mask, hidden.all(2)[:, None, :, None, None]
 
 
-def _is_unmasked(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
-    in_past = (kv_tile + 1) * KV_TILE - 1 <= tile.start_position
+def _is_unmasked(tile: QueryTile, kv_tile: int, window: int | None, first: int) -> bool:
+    in_past = first <= kv_tile * KV_TILE and (kv_tile + 1) * KV_TILE - 1 <= tile.start_position
     return in_past and (window is None or kv_tile * KV_TILE > tile.end_position - 1 - window)
 
 
-def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
-    ahead = kv_tile * KV_TILE > tile.start_position
+def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None, first: int) -> bool:
+    ahead = max(kv_tile * KV_TILE, first) > tile.start_position or (kv_tile + 1) * KV_TILE <= first
     return ahead or (window is not None and (kv_tile + 1) * KV_TILE - 1 <= tile.end_position - 1 - window)
 
 
@@ -226,8 +230,8 @@ def _attend_group(
         else:
             _merge(state, part, step)
     assert state is not None
-    if sinks is None:
-        return state.values / state.exp_sum
+    if sinks is None:  # the sum of a row that sees nothing is 0, as its values are
+        return state.values / torch.where(state.exp_sum == 0, 1.0, state.exp_sum)
     return state.values / (state.exp_sum + map_values(torch.exp2, sinks - state.max_score))
 
 

@@ -317,8 +317,10 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
                 values.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
                 scales.index_copy_(0, slots, scale)
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
-        return build_attention_metadata(batch, window)
+    def build_attention_metadata(
+        self, batch: Batch, window: int | None = None, first: int = 0
+    ) -> ReferenceAttnMetadata:
+        return build_attention_metadata(batch, window, first)
 
     def attention(
         self,
@@ -330,8 +332,10 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         softcap: float | None = None,
         metadata: ReferenceAttnMetadata | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
-        return attend(q, cache, metadata or build_attention_metadata(batch, window), scale, softcap, sinks)
+        metadata = metadata or build_attention_metadata(batch, window, first)
+        return attend(q, cache, metadata, scale, softcap, sinks)
 
     def varlen_attention(
         self,
@@ -349,6 +353,18 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return map_values(torch.tanh, x / cap).mul_(cap)
+
+    def write_hidden(self, x: Tensor, cache: Tensor, slots: Tensor) -> None:
+        cache.index_copy_(0, slots, x)
+
+    def read_hidden(self, cache: Tensor, slots: Tensor) -> Tensor:
+        return cache.index_select(0, slots)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), 1)
+
+    def expand_vocab(self, logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+        return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
     def _apply_by_tile(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run `operation` on the rows of x, `row_tile` contiguous rows at a time."""

@@ -57,6 +57,7 @@ class TritonAttnMetadata:
 
     batch: Batch
     window: int | None
+    first: int = 0
     # By arguments of plan_launches(); built by the first layer, which knows the number of heads.
     launches: dict[tuple[TileShape, int, int, int], tuple[AttnLaunch, ...]] = field(default_factory=dict)
 
@@ -80,9 +81,11 @@ class TritonAttention:
     _counters: Tensor | None = None
     _workspace: Tensor | None = None  # float32
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> AttentionMetadata:
+    def build_attention_metadata(
+        self, batch: Batch, window: int | None = None, first: int = 0
+    ) -> AttentionMetadata:
         assert batch.request_index is not None
-        return TritonAttnMetadata(batch, window)
+        return TritonAttnMetadata(batch, window, first)
 
     def attention(
         self,
@@ -94,9 +97,10 @@ class TritonAttention:
         softcap: float | None = None,
         metadata: AttentionMetadata | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """See Ops.attention; a head of a row that attends to a non-finite value is NaN."""
-        metadata = metadata or TritonAttnMetadata(batch, window)
+        metadata = metadata or TritonAttnMetadata(batch, window, first)
         assert q.stride(-1) == 1 and batch.block_tables.is_contiguous()
         assert cache.k.is_contiguous() and (cache.is_latent or cache.v.is_contiguous())
         _, num_heads, _ = q.shape
@@ -137,6 +141,7 @@ class TritonAttention:
                 REST=rest,
                 BLOCK_SIZE=batch.block_size,
                 WINDOW=window or 0,
+                FIRST=first,
                 SOFTCAP=softcap is not None,
                 SPLIT=SPLIT,
                 BLOCK_KV=tile.block_kv,

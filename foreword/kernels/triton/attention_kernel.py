@@ -61,13 +61,14 @@ def _sum_positions(sums, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
 def _attend_positions(
     q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
-    FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr,
+    FLOAT8: tl.constexpr, FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of q [BLOCK_D, NQ] over the positions from begin, a multiple of BLOCK_KV, to end.
 
     q_rest           [BLOCK_REST, NQ] for the REST values of K after those that are V, or None
+    FIRST            position before which nothing is seen
     low, high        range of positions that any column attends to; no others are read
     FLUSH            there may be more than one split
     MASK_NON_FINITE  masked non-finite values do not reach a column; a visible one makes its total NaN
@@ -117,6 +118,8 @@ def _attend_positions(
         visible = at[:, None] <= positions[None, :]
         if WINDOW > 0:
             visible = visible & (at[:, None] > positions[None, :] - WINDOW)
+        if FIRST > 0:
+            visible = visible & (at >= FIRST)[:, None]
         scores = tl.where(visible, scores, -INFINITY)
         factor = 1.0 if SOFTCAP else scale
         highest = tl.maximum(top, tl.max(scores, 0) * factor)
@@ -160,23 +163,23 @@ def _magnitude(values):
 def _attend_split(
     q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
-    FLUSH: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr,
+    FLOAT8: tl.constexpr, FLUSH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """_attend_positions(), repeated with MASK_NON_FINITE if needed; quantized values are finite."""
     top, total, values = _attend_positions(
         q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-        KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ, SPLIT, FLOAT8,
-        FLUSH, False, STAGES,
+        KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, FIRST, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ, SPLIT,
+        FLOAT8, FLUSH, False, STAGES,
     )  # fmt: skip
     if v_scale is None:
         largest = tl.maximum(tl.max(_magnitude(values)), tl.max(_magnitude(total)))
         if largest >= INFINITY_BITS:
             top, total, values = _attend_positions(
                 q, q_rest, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale,
-                softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ,
-                SPLIT, FLOAT8, FLUSH, True, 1,
+                softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, FIRST, SOFTCAP, BLOCK_KV, BLOCK_D,
+                BLOCK_REST, NQ, SPLIT, FLOAT8, FLUSH, True, 1,
             )  # fmt: skip
     return top, total, values
 
@@ -194,7 +197,8 @@ def _store_output(
         sink = tl.load(sinks + heads, mask=exists, other=0.0) * LOG2_E
         _, total, values = _merge(top, total, values, sink, 1.0, tl.zeros_like(values))
     d = tl.arange(0, BLOCK_D)
-    result = values / tl.where(valid, total, 1.0)[None, :] + 0.0
+    sees_any = valid & (total != 0.0)  # else its values are 0
+    result = values / tl.where(sees_any, total, 1.0)[None, :] + 0.0
     result = tl.where((_is_finite(total, values) == 1)[None, :], result, float("nan"))
     result = tl.where(valid[None, :], result, 0.0).to(out.dtype.element_ty)
     tl.store(out + places[:, None] + d[None, :], tl.trans(result), mask=exists[:, None] & (d < D)[None, :])
@@ -205,9 +209,9 @@ def attend(
     q, k, v, k_scale, v_scale, sinks, out, partials, split_stats, counters, tiles, request_index, positions,
     block_tables, num_requests, table_width, max_splits, num_columns, q_row, q_head, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, NQ: tl.constexpr,
-    FLOAT8: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    NQ: tl.constexpr, FLOAT8: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows, some heads of one group, and some splits.
 
@@ -277,8 +281,8 @@ def attend(
             queries_rest = tl.trans(tl.load(q_rest_places, mask=q_rest_mask, other=0.0))
         top, total, values = _attend_split(
             queries, queries_rest, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale,
-            softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ, SPLIT,
-            FLOAT8, True, STAGES,
+            softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, FIRST, SOFTCAP, BLOCK_KV, BLOCK_D, BLOCK_REST, NQ,
+            SPLIT, FLOAT8, True, STAGES,
         )  # fmt: skip
         _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)
     else:
@@ -297,7 +301,7 @@ def attend(
                 top, total, values = _attend_split(
                     queries, queries_rest, k, v, k_scale, v_scale, table,
                     tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1), low, high, at,
-                    scale, softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D,
+                    scale, softcap, KV_HEADS, D, REST, BLOCK_SIZE, WINDOW, FIRST, SOFTCAP, BLOCK_KV, BLOCK_D,
                     BLOCK_REST, NQ, SPLIT, FLOAT8, False, STAGES,
                 )  # fmt: skip
                 if num_splits == 1:

@@ -161,6 +161,7 @@ class EagerDraftLoop:
         block_size: int,
         device: str,
         mrope: bool = False,
+        with_prev_slots: bool = False,
     ) -> None:
         self._forward = forward
         self._ops = ops
@@ -168,6 +169,7 @@ class EagerDraftLoop:
         self._block_size = block_size
         self._device = device
         self._mrope = mrope
+        self._with_prev_slots = with_prev_slots
 
     def draft(
         self,
@@ -195,9 +197,16 @@ class EagerDraftLoop:
             )
             for d in drafts
         ]
-        logits = self._forward(
-            build_batch(chunks, self._block_size, self._ops.row_tile, self._device, self._mrope)
+        batch = build_batch(
+            chunks,
+            self._block_size,
+            self._ops.row_tile,
+            self._device,
+            self._mrope,
+            with_request_index=self._ops.supports_graphs,
+            with_prev_slots=self._with_prev_slots,
         )
+        logits = self._forward(batch)
         if not sampled:
             return
         token_ids = self._sampler(logits, [draft.row for draft in sampled], logprobs=False).token_ids

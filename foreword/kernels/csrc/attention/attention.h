@@ -23,10 +23,11 @@ struct Span {
     int64_t begin, end;
 };
 
-// The positions that a row attends to.
+// The positions that a row attends to; possibly none.
 inline Span visible_positions(const AttentionArgs& args, int64_t row) {
     const int64_t end = args.positions[row] + 1;
-    return {args.window > 0 && end > args.window ? end - args.window : 0, end};
+    const int64_t begin = args.window > 0 && end - args.window > args.first ? end - args.window : args.first;
+    return {begin, end > begin ? end : begin};
 }
 
 // Rows [row, row + rows) of one request with the query heads of one KV head, over splits [first, last).

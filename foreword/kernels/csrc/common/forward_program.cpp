@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "attention/linear_by_head.h"
 #include "experts/experts.h"
@@ -73,6 +74,8 @@ public:
             }
             case Opcode::WRITE_KV: return check(c.in[2], c, 1, 0, c.sizes[0], InputError::SLOT);
             case Opcode::ATTENTION: return check_attention(c.sizes[1], c.sizes[2]);
+            case Opcode::WRITE_HIDDEN: return check(c.in[1], c, 1, 0, c.sizes[1], InputError::SLOT);
+            case Opcode::READ_HIDDEN: return check(c.in[0], c, 1, 0, c.sizes[1], InputError::SLOT);
             case Opcode::ADD_LORA: {
                 const int64_t num_slots = static_cast<const LoraTable*>(c.object)->num_slots;
                 return check(c.in[1], c, 1, NO_ADAPTER, num_slots, InputError::ADAPTER_SLOT);
@@ -227,6 +230,10 @@ public:
             case Opcode::DELTA_RULE: return delta_rule(c);
             case Opcode::SSM_SCAN: return ssm_scan(c);
             case Opcode::LINEAR_BY_HEAD: return linear_by_head(c);
+            case Opcode::WRITE_HIDDEN: return write_hidden(c);
+            case Opcode::READ_HIDDEN: return read_hidden(c);
+            case Opcode::COPY: return copy(c);
+            case Opcode::EXPAND_VOCAB: return expand_vocab(c);
         }
     }
 
@@ -289,13 +296,13 @@ private:
         cpu_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
     }
 
-    // in: q; object: AttentionLayer; sizes: heads, window, slots of the cache; numbers: scale, softcap
+    // in: q; object: AttentionLayer; sizes: heads, window, slots of the cache, first position; numbers: scale, softcap
     void attention(const Instruction& c) {
         const auto& [kv, sinks] = *static_cast<const AttentionLayer*>(c.object);
         cpu_.attention_(context_, {kv, ints(AddressSpace::POSITIONS),
                                    ints(AddressSpace::BLOCK_TABLES), ints(AddressSpace::QUERY_START_LOC),
                                    inputs_.num_requests, inputs_.table_width, inputs_.block_size, c.type, rows(c.in[0]),
-                                   rows(c.out), c.sizes[0], c.sizes[1], c.numbers[0], c.numbers[1], sinks});
+                                   rows(c.out), c.sizes[0], c.sizes[1], c.sizes[3], c.numbers[0], c.numbers[1], sinks});
     }
 
     // out: x, in place; sizes: width; numbers: cap
@@ -367,6 +374,40 @@ private:
     void linear_by_head(const Instruction& c) {
         const auto& weights = *static_cast<const HeadWeights*>(c.object);
         foreword::linear_by_head(context_, cpu_.isa_, {weights, c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
+    }
+
+    // in: x, slots; object: the cache; sizes: bytes of a row, slots of the cache
+    void write_hidden(const Instruction& c) {
+        const RowView x = rows(c.in[0]);
+        const int64_t* slots = ints(c.in[1]);
+        auto* cache = static_cast<char*>(const_cast<void*>(c.object));
+        for (int64_t r = 0; r < count(c); r++) std::memcpy(cache + slots[r] * c.sizes[0], x.data + r * x.stride, c.sizes[0]);
+    }
+
+    // in: slots; object: the cache; sizes: bytes of a row, slots of the cache
+    void read_hidden(const Instruction& c) {
+        const int64_t* slots = ints(c.in[0]);
+        const RowView y = rows(c.out);
+        const auto* cache = static_cast<const char*>(c.object);
+        for (int64_t r = 0; r < count(c); r++) std::memcpy(y.data + r * y.stride, cache + slots[r] * c.sizes[0], c.sizes[0]);
+    }
+
+    // in: x; sizes: bytes of a row
+    void copy(const Instruction& c) {
+        const RowView x = rows(c.in[0]), y = rows(c.out);
+        for (int64_t r = 0; r < count(c); r++) std::memcpy(y.data + r * y.stride, x.data + r * x.stride, c.sizes[0]);
+    }
+
+    // in: logits; object: int64 ids of their columns; sizes: how many, columns of the result
+    void expand_vocab(const Instruction& c) {
+        const RowView x = rows(c.in[0]), y = rows(c.out);
+        const auto* ids = static_cast<const int64_t*>(c.object);
+        for (int64_t r = 0; r < count(c); r++) {
+            const auto* from = reinterpret_cast<const float*>(x.data + r * x.stride);
+            auto* to = reinterpret_cast<float*>(y.data + r * y.stride);
+            std::fill(to, to + c.sizes[1], -std::numeric_limits<float>::infinity());
+            for (int64_t i = 0; i < c.sizes[0]; i++) to[ids[i]] = from[i];
+        }
     }
 
     CpuContext& cpu_;

@@ -249,7 +249,7 @@ struct AttentionArgs {
     int64_t num_requests, table_width, block_size;
     Type type;
     RowView q, out;
-    int64_t heads, window;
+    int64_t heads, window, first;  // first position that is seen
     float scale, softcap;
     const float* sinks;
 };

@@ -34,7 +34,7 @@ public:
     int64_t block_size() const { return inputs_.block_size; }
 
     void clear() {
-        for (auto* values : {&token_ids_, &positions_, &slots_, &tables_, &sample_rows_, &mrope_positions_}) values->clear();
+        for (auto* values : {&token_ids_, &positions_, &slots_, &tables_, &sample_rows_, &mrope_positions_, &prev_slots_}) values->clear();
         query_start_loc_.assign(1, 0);
     }
 
@@ -45,7 +45,8 @@ public:
         for (int64_t position = request.computed; position < request.computed + count; position++) {
             positions_.push_back(position);
             mrope_positions_.insert(mrope_positions_.end(), NUM_AXES, position + request.job->mrope_offset);
-            slots_.push_back(blocks[position / inputs_.block_size] * inputs_.block_size + position % inputs_.block_size);
+            slots_.push_back(slot(blocks, position));
+            prev_slots_.push_back(position > 0 ? slot(blocks, position - 1) : 0);
         }
         tables_.insert(tables_.end(), blocks, blocks + request.job->num_blocks);
         tables_.resize(query_start_loc_.size() * inputs_.table_width);
@@ -64,16 +65,21 @@ public:
         set(AddressSpace::QUERY_START_LOC, query_start_loc_);
         set(AddressSpace::SAMPLE_ROWS, sample_rows_);
         set(AddressSpace::MROPE_POSITIONS, mrope_positions_);
+        set(AddressSpace::PREV_SLOTS, prev_slots_);
         return inputs_;
     }
 
 private:
+    int64_t slot(const int64_t* blocks, int64_t position) const {
+        return blocks[position / inputs_.block_size] * inputs_.block_size + position % inputs_.block_size;
+    }
+
     void set(AddressSpace space, std::vector<int64_t>& values) {
         inputs_.spaces[static_cast<int>(space)] = reinterpret_cast<char*>(values.data());
     }
 
     ProgramInputs inputs_;
-    std::vector<int64_t> token_ids_, positions_, slots_, tables_, query_start_loc_, sample_rows_, mrope_positions_;
+    std::vector<int64_t> token_ids_, positions_, slots_, tables_, query_start_loc_, sample_rows_, mrope_positions_, prev_slots_;
 };
 
 // The forward passes of one draft.

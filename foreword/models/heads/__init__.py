@@ -1,0 +1,1 @@
+"""Trained heads, which draft from the target's hidden states."""

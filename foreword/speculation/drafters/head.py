@@ -1,0 +1,152 @@
+"""Drafts from a trained head, which reads the target's hidden states."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+import torch
+
+from foreword.core.batch import NULL_BLOCK
+from foreword.core.outputs import Draft
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens, Ops
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.interfaces import Head
+from foreword.sampling.logits_processors import draft_sampling_params, only_filters
+from foreword.sampling.sampler import Sampler
+from foreword.speculation.drafters.draft_model import DUMMY_STRIDE, TIMED_DRAFT_LEN, EagerDraftLoop
+from foreword.speculation.engine_drafter import DraftRequest
+
+
+class HeadDrafter:
+    """Drafts for all requests at once, one token each per pass. It keeps nothing of a request.
+
+    The target's own passes write the head's memory of known tokens. A draft writes to the slots of its
+    tokens; those that the request has no blocks for are in scratch blocks: the i-th request of a propose()
+    uses strip i. The next pass of the target writes all of them again.
+
+    |<------ blocks of the request ------>|<- strip i ->|     slots
+    |<----- computed by the target ----->|<--- draft -->|
+                                    last token: first row of the draft
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        ops: Ops,
+        kv: KVStorage,
+        sampler: Sampler,
+        max_draft_len: int,
+        vocab_size: int,  # V of the target
+    ) -> None:
+        assert kv.head is not None
+        self.name = head.method
+        forward = head.compile_draft(kv.head)
+        self._draft_loop = forward if isinstance(forward, DraftLoop) else None
+        options = (kv.block_size, kv.device, head.uses_mrope)
+        self._eager_loop = EagerDraftLoop(forward, ops, sampler, *options, with_prev_slots=True)
+        self._never_sampled_ids = sampler.never_sampled_ids
+        self._vocab_size = vocab_size
+        self._block_size = kv.block_size
+        self._first_scratch_block = kv.num_blocks + 1
+        self._strip_size = num_strip_blocks(max_draft_len, kv.block_size)
+        self._max_draft_len = max_draft_len
+
+    def start(self, state: RequestState) -> None:
+        pass
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        pass
+
+    def check(self, live: Container[str]) -> None:
+        pass
+
+    def num_pending_rows(self, request: DraftRequest) -> int:
+        """One: the target's passes compute the known tokens. 0 before a second token is known."""
+        return int(_can_draft(request.state))
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        jobs = {
+            index: self._make_job(request, index)
+            for index, request in enumerate(requests)
+            if _can_draft(request.state)
+        }
+        drafts: list[Draft | None] = [None] * len(requests)
+        tokens = self._draft([requests[index] for index in jobs], list(jobs.values()))
+        for index, draft in zip(jobs, tokens, strict=True):
+            if draft.token_ids:
+                confidence = tuple(map(math.exp, draft.logprobs))
+                drafts[index] = Draft(draft.token_ids, self.name, confidence)
+        return drafts
+
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
+        """The mean pass of a draft of several tokens; every row of a head is sampled."""
+        state = RequestState(Request("", (0, 0), SamplingParams(), seed=0), 0, TIMED_DRAFT_LEN + 2)
+        count = min(TIMED_DRAFT_LEN, self._max_draft_len)
+        requests = [DraftRequest(state, count)] * num_sampled
+        blocks = [NULL_BLOCK] * -(-(count + 2) // self._block_size)
+        jobs = [
+            # Tokens differ: rows of the same token would choose the same experts.
+            replace(self._job(request, blocks), token_ids=[row * DUMMY_STRIDE % self._vocab_size])
+            for row, request in enumerate(requests)
+        ]
+        with torch.inference_mode():
+            started = time.perf_counter()
+            lengths = [len(draft.token_ids) for draft in self._draft(requests, jobs)]
+            seconds = time.perf_counter() - started
+        return seconds / max(*lengths, 1)  # NaN logits end drafts early
+
+    def _draft(self, requests: Sequence[DraftRequest], jobs: Sequence[DraftJob]) -> list[DraftTokens]:
+        """With one DraftLoop call where sampling allows it, the rest pass by pass."""
+        drafts: dict[int, DraftTokens] = {}
+        in_loop = [
+            index
+            for index, request in enumerate(requests)
+            if self._draft_loop is not None and only_filters(request.state.request)
+        ]
+        if self._draft_loop is not None and in_loop:
+            loop_jobs = [jobs[index] for index in in_loop]
+            tokens = self._draft_loop.draft(loop_jobs, self._block_size, self._never_sampled_ids)
+            drafts |= zip(in_loop, tokens, strict=True)
+        eager = [index for index in range(len(requests)) if index not in drafts]
+        if eager:
+            chosen = [requests[index] for index in eager], [jobs[index] for index in eager]
+            drafts |= zip(eager, self._eager_loop.draft(*chosen), strict=True)
+        return [drafts[index] for index in range(len(requests))]
+
+    def _make_job(self, request: DraftRequest, index: int) -> DraftJob:
+        """The job of the request at `index` of a propose(), with its strip."""
+        first = self._first_scratch_block + index * self._strip_size
+        length = request.num_tokens + min(request.max_draft_tokens, self._max_draft_len) - 1
+        num_blocks = -(-length // self._block_size)
+        blocks = [*request.state.blocks[:num_blocks]]
+        blocks += range(first, first + num_blocks - len(blocks))
+        return self._job(request, blocks)
+
+    def _job(self, request: DraftRequest, blocks: Sequence[int]) -> DraftJob:
+        state = request.state
+        return DraftJob(
+            token_ids=[state.tokens[-1]],
+            start_position=request.num_tokens - 1,
+            block_table=blocks,
+            first_draft_index=request.num_tokens,
+            max_tokens=min(request.max_draft_tokens, self._max_draft_len),
+            min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
+            sampling=draft_sampling_params(state.request, self._vocab_size),
+            mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,
+        )
+
+
+def num_strip_blocks(max_draft_len: int, block_size: int) -> int:
+    """Scratch blocks of a request: for all draft tokens, if its own blocks are full."""
+    return -(-max_draft_len // block_size)
+
+
+def _can_draft(state: RequestState) -> bool:
+    """The target has computed all tokens but the last, and at least one."""
+    return 0 < state.num_computed == len(state.tokens) - 1

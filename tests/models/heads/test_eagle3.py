@@ -1,0 +1,311 @@
+"""EAGLE-3 heads: files, logits of drafted chains against a reference in plain torch, bits of their memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foreword.core.batch import Chunk, build_batch
+from foreword.errors import CheckpointError
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.heads.head_loader import load_head, read_head_info
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
+from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
+from tests.support.heads import TAPS, ReferenceHead, add_vocab, head_config, head_tensors, write_head
+
+BLOCK_SIZE = 8
+DRAFT = 4
+TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
+BACKENDS = ("reference", *supported_isas())
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "another"}},
+    "eagle_aux_hidden_state_layer_ids": list(TAPS),
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A head's files: how its config is written, and what it computes."""
+
+    speculators: bool = False
+    draft_size: int | None = 90  # None: the target's vocabulary
+    own_embedding: bool = False
+    own_lm_head: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+LAYOUTS = {
+    "original": Layout(),
+    "own embedding, whole vocabulary": Layout(draft_size=None, own_embedding=True),
+    "borrowed head": Layout(draft_size=None, own_lm_head=False),
+    "speculators": Layout(speculators=True),  # norm_before_residual is absent: true
+    "speculators, qwen3": Layout(
+        speculators=True, own_embedding=True, options=(("norm_before_residual", False), ("qk_norm", True))
+    ),
+    "speculators, norm before fc": Layout(speculators=True, options=(("norm_before_fc", True),)),
+    "speculators, norm of each tap": Layout(
+        speculators=True, options=(("fc_norm", True), ("norm_output", True))
+    ),
+}
+
+
+@dataclass
+class Bed:
+    """A target, a head, and their reference."""
+
+    model: Path
+    path: Path
+    reference: ReferenceHead
+
+
+def make_bed(folder: Path, layout: Layout) -> Bed:
+    model = write_checkpoint(folder / "model", "llama", seed=3)
+    options = dict(layout.options)
+    config = head_config(model)
+    vocab_size = config["vocab_size"]
+    if layout.draft_size:
+        config["draft_vocab_size"] = layout.draft_size
+    prefix = "layers.0." if layout.speculators else "midlayer."
+    tensors = head_tensors(config, prefix=prefix, seed=5, **options)
+    if layout.draft_size:
+        add_vocab(tensors, vocab_size, layout.draft_size)
+    weights = load_file(model / "model.safetensors")
+    embedding, lm_head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    if layout.own_embedding:
+        embedding = embedding.flip(0).contiguous()
+        tensors["embed_tokens.weight"] = embedding
+    if layout.own_lm_head:
+        lm_head = tensors["lm_head.weight"]
+    else:
+        del tensors["lm_head.weight"]
+    path = write_head(folder / "head", written_config(config, layout, options), tensors)
+    reference = ReferenceHead(
+        config,
+        tensors,
+        embedding,
+        lm_head,
+        norm_before_residual=options.get("norm_before_residual", layout.speculators),
+        norm_output=options.get("norm_output", False),
+        prefix=prefix,
+        options=options,
+    )
+    return Bed(model, path, reference)
+
+
+def written_config(config: dict[str, Any], layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    if not layout.speculators:
+        return config
+    own = ("eagle_config", "architectures", "draft_vocab_size")
+    layer = {key: value for key, value in config.items() if key not in own}
+    if options.pop("qk_norm", False):
+        layer |= {"model_type": "qwen3", "attention_bias": False}
+        options["qk_norm"] = True
+    written = {key: value for key, value in options.items() if key != "qk_norm"}
+    size = {"draft_vocab_size": layout.draft_size or config["vocab_size"]}
+    return {**SPECULATORS, **size, **written, "transformer_layer_config": layer}
+
+
+class Runner:
+    """A target with its head on one backend, and one request in shuffled blocks with scratch blocks behind."""
+
+    def __init__(self, bed: Bed, ops: Ops, max_len: int = 128, kv_dtype: str = "float32") -> None:
+        precision = Precision.from_dtypes("float32")
+        self.ops = ops
+        self.target = load_model(bed.model, ops, precision, "cpu", max_len)
+        self.head = self.target.head = load_head(bed.path, self.target, ops, precision, "cpu", max_len)
+        num_blocks = max_len // BLOCK_SIZE
+        shapes, shape = self.target.cache_shapes, self.head.cache_shape
+        options = {"head": shape, "num_draft_blocks": 2}
+        self.kv = KVStorage(num_blocks, BLOCK_SIZE, shapes, kv_dtype, **options)
+        assert self.kv.head is not None
+        self.cache = self.kv.head
+        self.forward = self.target.compile_logits(self.kv)
+        self.draft = self.head.compile_draft(self.cache)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+        self.blocks = (order + 1).tolist()
+        self.scratch = [num_blocks + 1, num_blocks + 2]
+
+    def commit(self, start: int, end: int) -> None:
+        """A pass of the target over TEXT[start:end]."""
+        self.run(self.forward, [Chunk(TEXT[start:end], start, self.blocks, 1)])
+
+    def chain(self, length: int, count: int, own_blocks: int | None = None) -> list[Tensor]:
+        """Logits of greedy draft tokens after TEXT[:length], of which the target has computed all but one."""
+        blocks = [*self.blocks[: own_blocks or -(-length // BLOCK_SIZE)], *self.scratch]
+        token_id, logits = TEXT[length - 1], []
+        for position in range(length - 1, length - 1 + count):
+            logits.append(self.run(self.draft, [Chunk([token_id], position, blocks, 1)])[0])
+            token_id = int(logits[-1].argmax())
+        return logits
+
+    def run(self, forward: Any, chunks: Sequence[Chunk]) -> Tensor:
+        batch = build_batch(chunks, BLOCK_SIZE, self.ops.row_tile, "cpu", with_prev_slots=True)
+        with torch.inference_mode():
+            return forward(batch).clone()
+
+
+def make_ops(name: str) -> Ops:
+    return ReferenceOps() if name == "reference" else CpuOps(name)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    return make_bed(tmp_path_factory.mktemp("head"), LAYOUTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    return make_bed(tmp_path_factory.mktemp("original"), LAYOUTS["original"])
+
+
+def taps_of(model: Path) -> Tensor:
+    """[L, taps, H] of TEXT, by transformers."""
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        states = target(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    return torch.stack([states[tap][0] for tap in TAPS[:2]] + [last_output(target)], 1)
+
+
+def last_output(target: Any) -> Tensor:
+    """Output of the last layer before the norm, which is not among the hidden states."""
+    outputs: list[Tensor] = []
+    handle = target.model.norm.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0][0]))
+    with torch.inference_mode():
+        target(torch.tensor([TEXT]))
+    handle.remove()
+    return outputs[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chains_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> None:
+    runner = Runner(bed, make_ops(backend))
+    hidden = bed.reference.fuse(taps_of(bed.model))
+    done = 0
+    for length in (2, 3, 8, 9, 33, len(TEXT)):
+        runner.commit(done, length - 1)  # over slots of the draft before
+        done = length - 1
+        expected = bed.reference.chain(hidden[: length - 1], TEXT[:length], DRAFT)
+        actual = runner.chain(length, DRAFT)
+        for step, (logits, row) in enumerate(zip(expected, actual, strict=True)):
+            ids = [bed.reference.target_id(index) for index in range(len(logits))]
+            torch.testing.assert_close(row[ids], logits, rtol=1e-3, atol=1e-3, msg=f"{length}, {step}")
+            others = torch.ones(len(row), dtype=torch.bool).index_fill_(0, torch.tensor(ids), False)
+            assert row[others].isneginf().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: Bed, backend: str) -> None:
+    """One pass, chunks, and single rows after another draft in the same slots leave the same bits."""
+    runners = [Runner(original, make_ops(backend)) for _ in range(3)]
+    end = len(TEXT) - 1
+    runners[0].commit(0, end)
+    for start in range(0, end, 7):
+        runners[1].commit(start, min(start + 7, end))
+    for position in range(end):
+        if position > 1:
+            runners[2].chain(position + 1, DRAFT)
+        runners[2].commit(position, position + 1)
+    slots = [block * BLOCK_SIZE + i for block in runners[0].blocks for i in range(BLOCK_SIZE)][1:end]
+    chains = [runner.chain(len(TEXT), DRAFT) for runner in runners]
+    for runner, chain in zip(runners[1:], chains[1:], strict=True):
+        for mine, other in zip(
+            (runner.cache.hidden, runner.cache.kv.k, runner.cache.kv.v),
+            (runners[0].cache.hidden, runners[0].cache.kv.k, runners[0].cache.kv.v),
+            strict=True,
+        ):
+            assert torch.equal(mine[slots], other[slots])
+        assert all(map(torch.equal, chain, chains[0]))
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+def test_draft_loop_equals_passes_one_by_one(original: Bed, isa: str) -> None:
+    """The last block of the text is followed by scratch blocks."""
+    runner = Runner(original, CpuOps(isa))
+    draft = runner.draft
+    assert isinstance(draft, DraftLoop)
+    for length in (2, 8, 30, 64, len(TEXT)):
+        runner.commit(0, length - 1)
+        expected = runner.chain(length, DRAFT)
+        blocks = [*runner.blocks[: -(-length // BLOCK_SIZE)], *runner.scratch]
+        greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        job = DraftJob([TEXT[length - 1]], length - 1, blocks, length, DRAFT, -1e9, greedy)
+        (tokens,) = draft.draft([job], BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+        assert list(tokens.token_ids) == [int(row.argmax()) for row in expected]
+        logprobs = [float(row.log_softmax(-1).max()) for row in expected]
+        assert tokens.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_first_token_is_never_seen(original: Bed) -> None:
+    """No hidden state comes before it: whatever its slot holds, a draft is the same."""
+    runner = Runner(original, make_ops(BACKENDS[-1]))
+    runner.commit(0, 20)
+    before = runner.chain(21, DRAFT)
+    first = runner.blocks[0] * BLOCK_SIZE
+    for tensor in (runner.cache.kv.k, runner.cache.kv.v):
+        tensor[first] = float("nan")
+    runner.cache.hidden[0] = float("nan")  # what the first token reads
+    assert all(map(torch.equal, runner.chain(21, DRAFT), before))
+
+
+MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "hidden size": ({"target_hidden_size": 96}, {}, "hidden size 96, this one has 64"),
+    "vocabulary": ({"vocab_size": 300}, {}, "300 tokens, this one has 272"),
+    "layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {}, "the model has 2"),
+    "default layers": ({"eagle_config": ...}, {}, "reads layers 2, 1, -1, the model has 2"),
+    "d2t": ({}, {"d2t": None}, "lacks the tensor `d2t`"),
+    "size of d2t": ({}, {"d2t": lambda x: x[:-1].clone()}, "`d2t` is \\[89\\], not \\[90\\]"),
+    "ids in d2t": ({}, {"d2t": lambda x: x + 200}, "outside of the model's vocabulary of 272"),
+    "same ids in d2t": ({}, {"d2t": lambda x: x * 0 - torch.arange(90)}, "two of its tokens"),
+    "number of taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
+    "option": ({"parallel_drafting": True}, {}, "`parallel_drafting` = true is not supported"),
+    "layers of the head": ({"num_hidden_layers": 2}, {}, "one layer"),
+    "missing tensor": ({}, {"midlayer.hidden_norm.weight": None}, "hidden_norm"),
+    "another tensor": ({}, {"mask_hidden": torch.zeros(1, 192)}, "unexpected tensors: mask_hidden"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(
+    name: str, tmp_path: Path
+) -> None:
+    bed = make_bed(tmp_path, LAYOUTS["original"])
+    assert read_head_info(bed.path, bed.model).architecture == "eagle3"
+    config, tensors, message = MISFITS[name]
+    change_config(bed.path, **config)
+    change_tensors(bed.path, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read_head_info(bed.path, bed.model)
+
+
+def test_borrowed_embedding_needs_the_hidden_size_of_the_target(tmp_path: Path) -> None:
+    bed = make_bed(tmp_path, LAYOUTS["original"])
+    config = {**json.loads((bed.path / "config.json").read_text()), "hidden_size": 32, "head_dim": 8}
+    tensors = head_tensors({**config, "target_hidden_size": 64})
+    add_vocab(tensors, config["vocab_size"], config["draft_vocab_size"])
+    write_head(bed.path, {**config, "target_hidden_size": 64}, tensors)
+    with pytest.raises(CheckpointError, match="has no embed_tokens, and its hidden size 32"):
+        read_head_info(bed.path, bed.model)
+    tensors["embed_tokens.weight"] = torch.randn(config["vocab_size"], 32)
+    write_head(bed.path, {**config, "target_hidden_size": 64}, tensors)
+    info = read_head_info(bed.path, bed.model)
+    assert info.parameters == sum(x.numel() for name, x in tensors.items() if name not in ("d2t", "t2d"))
+    assert info.hidden_values_per_token == 32
+    Runner(bed, make_ops(BACKENDS[-1])).commit(0, 9)

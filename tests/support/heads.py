@@ -1,0 +1,225 @@
+"""EAGLE-3 heads: a reference in plain torch (float32) from the published layout, files of them, and training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
+from tests.support.checkpoints import write_json
+from tests.support.forward_helpers import ForwardHelper
+
+HEAD_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,  # no limit of the drafts: positions are relative
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+TAPS = (0, 1, 2)
+
+
+@dataclass
+class ReferenceHead:
+    """Logits of chains of draft tokens. Everything is computed again for each token."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    embedding: Tensor  # [V, h]
+    lm_head: Tensor  # [draft vocabulary, h]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    prefix: str = "midlayer."
+    options: dict[str, bool] = field(default_factory=dict)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """[L, taps, H] -> [L, h]"""
+        if self.options.get("fc_norm"):
+            parts = [self.norm(taps[:, i], f"fc_norm.{i}") for i in range(taps.shape[1])]
+            taps = torch.stack(parts, 1)
+        joined = taps.flatten(1)
+        if self.options.get("norm_before_fc"):
+            joined = self.norm(joined, "input_norm")
+        return F.linear(joined, self.tensors["fc.weight"])
+
+    def chain(self, hidden: Tensor, token_ids: Sequence[int], count: int) -> list[Tensor]:
+        """Logits of `count` greedy draft tokens: [draft vocabulary] each.
+
+        hidden [L - 1, h]: fuse() of the target's tokens but the last; token_ids: L of them
+        """
+        tokens, logits = list(token_ids), []
+        for _ in range(count):
+            out, normalized = self.layer(hidden, torch.tensor(tokens[1:]))
+            logits.append(F.linear(normalized[-1], self.lm_head))
+            tokens.append(self.target_id(int(logits[-1].argmax())))
+            recycled = normalized if self.norm_output else out
+            hidden = torch.cat((hidden, recycled[-1:]))
+        return logits
+
+    def target_id(self, draft_id: int) -> int:
+        return draft_id + int(self.tensors["d2t"][draft_id]) if "d2t" in self.tensors else draft_id
+
+    def layer(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs (token i + 1, hidden state i) -> the layer's output, and that after the norm: [L, h] each."""
+        config, prefix = self.config, self.prefix
+        embedded = self.norm(self.embedding[token_ids], f"{prefix}input_layernorm")
+        normalized = self.norm(hidden, f"{prefix}hidden_norm")
+        residual = normalized if self.norm_before_residual else hidden
+        pair = torch.cat((embedded, normalized), -1)
+        heads, dim = config["num_attention_heads"], config["head_dim"]
+        q, k, v = (self.project(pair, name).view(len(pair), -1, dim) for name in ("q", "k", "v"))
+        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
+            q = self.norm(q, f"{prefix}self_attn.q_norm")
+            k = self.norm(k, f"{prefix}self_attn.k_norm")
+        q, k = self.rotate(q), self.rotate(k)
+        group = heads // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        options = {"is_causal": True, "scale": dim**-0.5}
+        attended = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **options)
+        x = residual + self.project(attended[0].transpose(0, 1).flatten(1), "o")
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        x = x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
+        return x, self.norm(x, "norm")
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensors[f"{self.prefix}self_attn.{name}_proj.weight"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """RoPE by the index of the pair; x [L, heads, D]."""
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x))[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        left, right = x[..., :half], x[..., half:]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+def head_tensors(
+    config: dict[str, Any], target_size: int = 64, prefix: str = "midlayer.", seed: int = 0, **options: bool
+) -> dict[str, Tensor]:
+    """Random tensors of a head without embedding, in float32."""
+    size, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, 3 * target_size),
+        **{f"{prefix}{name}.weight": (size,) for name in ("input_layernorm", "hidden_norm")},
+        f"{prefix}post_attention_layernorm.weight": (size,),
+        f"{prefix}self_attn.q_proj.weight": (q, 2 * size),
+        f"{prefix}self_attn.k_proj.weight": (kv, 2 * size),
+        f"{prefix}self_attn.v_proj.weight": (kv, 2 * size),
+        f"{prefix}self_attn.o_proj.weight": (size, q),
+        f"{prefix}mlp.gate_proj.weight": (inner, size),
+        f"{prefix}mlp.up_proj.weight": (inner, size),
+        f"{prefix}mlp.down_proj.weight": (size, inner),
+        "norm.weight": (size,),
+        "lm_head.weight": (config.get("draft_vocab_size", config["vocab_size"]), size),
+    }
+    if options.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * target_size,)
+    if options.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (target_size,) for index in range(3)}
+    if options.get("qk_norm"):
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: 1 + 0.3 * x if x.dim() == 1 else x * (1.5 * x.shape[1] ** -0.5) for name, x in tensors.items()
+    }
+
+
+def add_vocab(tensors: dict[str, Tensor], vocab_size: int, draft_size: int, seed: int = 0) -> None:
+    """d2t and t2d of a random draft vocabulary."""
+    chosen = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_size]
+    ids = chosen.sort().values
+    tensors["d2t"] = ids - torch.arange(draft_size)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+def write_head(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "config.json", config)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def head_config(model: Path, **options: Any) -> dict[str, Any]:
+    """A config of the original's layout for a target; tests have few layers, so it names all taps."""
+    target = json.loads((model / "config.json").read_text())
+    eagle = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
+    size = target["hidden_size"]
+    sizes = {"vocab_size": target["vocab_size"], "hidden_size": size, "head_dim": size // 4}
+    return {**HEAD_CONFIG, **sizes, "eagle_config": eagle, **options}
+
+
+class TapRecorder:
+    """A Head that only keeps the target's hidden states."""
+
+    method, uses_mrope = "eagle3", False
+    cache_shape = HeadShape(KVShape(1, 16), 16)
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self.taps = tuple(taps)
+        self.recorded = torch.empty(0)
+
+    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+        self.recorded = torch.stack(list(taps), 1)
+
+
+def record_taps(model: Path, texts: Sequence[Sequence[int]], taps: Sequence[int] = TAPS) -> list[Tensor]:
+    """[L, taps, H] of each text."""
+    helper = ForwardHelper(model, head=TapRecorder(taps))
+    result = []
+    for text in texts:
+        helper.logits(text)
+        result.append(helper.model.head.recorded[: len(text)].clone())
+    return result
+
+
+def train_head(
+    path: Path, model: Path, texts: Sequence[Sequence[int]], steps: int = 150, **options: Any
+) -> Path:
+    """A head that knows the texts: trained on each next token, unrolled twice."""
+    config = head_config(model, **options)
+    tensors = head_tensors(config, config["hidden_size"])
+    weights = load_file(model / "model.safetensors")
+    names = ("model.embed_tokens.weight", "backbone.embeddings.weight")
+    embedding = next(weights[name].float() for name in names if name in weights)
+    recorded = record_taps(model, texts)
+    for value in tensors.values():
+        value.requires_grad_()
+    head = ReferenceHead(config, tensors, embedding, tensors["lm_head.weight"])
+    optimizer = torch.optim.Adam(tensors.values(), lr=4e-3)
+    for step in range(steps):
+        loss = torch.zeros(())
+        for text, taps in list(zip(texts, recorded, strict=True))[step % 2 :: 2]:
+            hidden, ids = head.fuse(taps[:-1]), torch.tensor(text)
+            for shift in range(1, 3):
+                out, normalized = head.layer(hidden, ids[shift:])
+                logits = F.linear(normalized[:-1], head.lm_head)
+                loss = loss + F.cross_entropy(logits, ids[shift + 1 :])
+                hidden = out[:-1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return write_head(path, config, {name: value.detach() for name, value in tensors.items()})
