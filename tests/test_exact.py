@@ -38,6 +38,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
+from tests.support.heads import train_head
 from tests.support.kernel_rows import RowDependentOps
 from tests.support.quantized_checkpoints import write_quantized
 
@@ -51,6 +52,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         "ngram",
         "suffix",
         "draft",
+        "eagle3",
         "replay 0",
         "replay 0.5",
         "replay 1",
@@ -190,6 +192,7 @@ class Family:
     drafter: Path
     recording: Path
     plain: list[dict[str, Any]]
+    head: Path
     turn: int = 0  # among the families of this run
 
 
@@ -242,13 +245,15 @@ def answers(
     *,
     lora_request: Sequence[str | None] | None = None,
     threads: int = 1,
+    head: Path | None = None,
     **options: Any,
 ) -> tuple[LLM, list[dict[str, Any]]]:
     method = combination["speculate"]
     small = combination["cache"] == "small"
+    draft_model = drafter if "draft" in method or method == "auto" else None
     llm = make_llm(
         model,
-        drafter if "draft" in method or method == "auto" else None,
+        head if "eagle3" in method else draft_model,
         recording,
         combination,
         kv_cache_memory="240tokens" if small else "8000tokens",
@@ -288,7 +293,8 @@ def make_family(name: str, path: Path, **overrides: Any) -> Family:
     _, plain = answers(model, drafter, None, PLAIN)
     recording = path / "recording.jsonl"
     recording.write_text("".join(json.dumps(line) + "\n" for line in recorded(plain)))
-    return Family(model, drafter, recording, plain)
+    texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in recorded(plain)]
+    return Family(model, drafter, recording, plain, train_head(path / "head", model, texts))
 
 
 def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -334,7 +340,8 @@ def test_equal_under_every_setting(family: Family, share: int, pytestconfig: pyt
 
 
 def check_combination(family: Family, combination: dict[str, Any]) -> None:
-    llm, actual = answers(family.model, family.drafter, family.recording, combination)
+    models = family.model, family.drafter, family.recording
+    llm, actual = answers(*models, combination, head=family.head)
     assert differing(family.plain, actual) == [], f"these requests differ from plain decoding: {combination}"
     check_acceptance(combination, acceptance(llm))
 

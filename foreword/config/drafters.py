@@ -61,8 +61,8 @@ def parse_drafters(
     if needs_model and not draft_model:
         raise ConfigError(f"speculate: `{needs_model[0]}` needs --draft-model", "draft_model")
     if len(needs_model) > 1:
-        names = " and ".join(needs_model)
-        raise ConfigError(f"speculate: {names} exclude each other: --draft-model is one of them", "speculate")
+        both = " and ".join(needs_model)
+        raise ConfigError(f"speculate: {both} exclude each other: --draft-model is one of them", "speculate")
     if "replay" in drafters and not replay_file:
         raise ConfigError("speculate: `replay` needs --replay-file", "replay_file")
     names = [each.name if isinstance(each, DrafterPlugin) else each for each in drafters]

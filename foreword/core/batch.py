@@ -210,12 +210,11 @@ def _lora_slots(chunks: Sequence[Chunk], padding: int) -> Ints:
 
 
 def _prev_slots(chunks: Sequence[Chunk], block_size: int, padding: int) -> Ints:
-    parts = [np.zeros(padding, np.int64)]
-    for chunk in reversed(chunks):
-        before = np.arange(chunk.start - 1, chunk.start - 1 + len(chunk.token_ids))
-        blocks = np.asarray(chunk.blocks, np.int64)
-        parts.append(np.where(before < 0, 0, blocks[before // block_size] * block_size + before % block_size))
-    return np.concatenate(parts[::-1])
+    slots: list[int] = []
+    for token_ids, start, blocks, *_ in chunks:
+        before = range(start - 1, start - 1 + len(token_ids))
+        slots += (blocks[p // block_size] * block_size + p % block_size if p >= 0 else 0 for p in before)
+    return np.array(slots + [0] * padding, np.int64)
 
 
 def _state_arrays(chunks: Sequence[Chunk]) -> dict[str, Array]:

@@ -20,6 +20,17 @@ def test_build_batch_lays_out_chunks() -> None:
     assert batch.sample_rows.tolist() == [3, 4]
 
 
+def test_prev_slots_are_those_of_the_tokens_before() -> None:
+    chunks = [
+        Chunk([11, 12, 13], start=3, blocks=[5, 2], num_sampled=0),
+        Chunk([21, 22], start=0, blocks=[7], num_sampled=2),
+        Chunk([31], start=4, blocks=[6, 1], num_sampled=1),
+    ]
+    batch = build_batch(chunks, block_size=4, row_tile=8, device="cpu", with_prev_slots=True)
+    assert batch.prev_slots is not None
+    assert batch.prev_slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 2 * 4, 0, 7 * 4, 6 * 4 + 3, 0, 0]
+
+
 def test_row_without_a_slot_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="slot"):
         build_batch(

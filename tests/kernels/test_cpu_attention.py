@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
-from tests.support.scattered_kv import ScatteredKV, agree
+from tests.support.scattered_kv import ScatteredKV, agree, check_first
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
@@ -99,6 +99,15 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
     for position in (0, 1, 62, 63, 64, 65, 510, 511, 512, 513, 1022, 1023, 1024, 1025, length - 1):
         rows = [(1, 30, 40), (0, position, position + 1)]
         agree({(0, position): requests.run(others[1], rows, window=window)[0, position]}, whole)
+
+
+@each_isa
+@each_cache
+@pytest.mark.parametrize("first", [1, 30, SPLIT, SPLIT + 3])
+def test_positions_before_the_first_are_not_seen(isa: str, cached: torch.dtype, first: int):
+    """In tasks of several rows, and in those that share the splits of one row."""
+    requests, ops = ScatteredKV([SPLIT + 40], cached=cached), cpu_ops_by_threads(isa)[1]
+    check_first(lambda spans, **options: requests.run(ops, spans, **options), SPLIT + 40, first)
 
 
 @each_isa

@@ -130,6 +130,18 @@ def test_adapter_slot_outside_of_the_table_is_refused(slot: int) -> None:
     assert bool((around == SENTINEL).all())
 
 
+@pytest.mark.parametrize("slot", [6, *HUGE[1:], -1])
+def test_slot_of_a_hidden_state_outside_of_the_cache_is_refused(slot: int) -> None:
+    ops = CpuOps(threads=1)
+    cache, around = guarded((6, 16))
+    slots = torch.tensor([1, slot])
+    with pytest.raises(ValueError, match="a slot"):
+        ops.write_hidden(torch.ones(2, 16), cache, slots)
+    with pytest.raises(ValueError, match="a slot"):
+        ops.read_hidden(cache, slots)
+    assert bool((around == SENTINEL).all())
+
+
 STATE_SHAPE = StateShape(64, 4, key_heads=1, value_heads=2, key_dim=16, value_dim=16)
 NUM_STATES, NUM_ANCHORS = 3, 5
 

@@ -336,3 +336,26 @@ def test_non_finite_vectors_have_non_finite_scales(isa: str, poison: float):
     cache = int8_cache(1, 2, 16)
     cpu_ops_by_threads(isa)[0].write_kv(k, k, cache, torch.tensor([0]))
     assert cache.k_scale is not None and cache.k_scale[0, 0].isfinite() and not cache.k_scale[0, 1].isfinite()
+
+
+@each_type
+def test_hidden_states_are_written_and_read_by_slot(dtype: torch.dtype):
+    ops, x, cache = CpuOps(), randn(3, 40, dtype=dtype), torch.zeros(7, 40, dtype=dtype)
+    ops.write_hidden(x, cache, torch.tensor([5, 0, 2]))
+    expected = torch.zeros(7, 40, dtype=dtype).index_copy_(0, torch.tensor([5, 0, 2]), x)
+    assert torch.equal(cache, expected)
+    assert torch.equal(ops.read_hidden(cache, torch.tensor([2, 2, 1, 5])), expected[[2, 2, 1, 5]])
+
+
+@each_type
+def test_parts_are_concatenated(dtype: torch.dtype):
+    """Also views of wider tensors."""
+    parts = [randn(3, 7, dtype=dtype), randn(3, 9, dtype=dtype)[:, 2:6], randn(3, 1, dtype=dtype)]
+    assert torch.equal(CpuOps().concat(parts), torch.cat(parts, 1))
+
+
+def test_logits_of_a_part_of_the_vocabulary():
+    logits, ids = randn(2, 4), torch.tensor([6, 0, 3, 8])
+    expanded = CpuOps().expand_vocab(logits, ids, 9)
+    assert torch.equal(expanded[:, ids], logits) and expanded[:, [1, 2, 4, 5, 7]].isneginf().all()
+    assert torch.equal(expanded, ReferenceOps().expand_vocab(logits, ids, 9))

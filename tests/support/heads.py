@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: a reference in plain torch (float32) from the published layout, files of them, and training."""
+"""EAGLE-3 heads: a reference in plain torch (float32) from the published layout, files, and training."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,3 +146,17 @@ class ScatteredKV:
 
 def _values(part: Tensor, scale: Tensor | None) -> Tensor:
     return part.double() if scale is None else part.double() * scale.double()[..., None]
+
+
+def check_first(run: Callable[..., Rows], length: int, first: int) -> None:
+    """Rows that see positions from `first` on have the bits of rows whose window begins there.
+
+    run(spans, **options): outputs of request 0, of `length` tokens
+    """
+    rows = run([(0, 0, length)], first=first)
+    assert not any(bool(rows[0, position].any()) for position in range(first)), "zeros where nothing is seen"
+    for position in {first, first + 1, (first + length) // 2, length - 1}:
+        alone = [(0, position, position + 1)]
+        agree(run(alone, window=position + 1 - first), rows)
+        agree(run(alone, first=first), rows)
+    agree(run([(0, first, length)], first=first, window=length), rows)

@@ -17,7 +17,7 @@ from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attentio
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
 from tests.support.budget import examples
 from tests.support.kernel_rows import RowDependentOps
-from tests.support.scattered_kv import Rows, ScatteredKV, agree
+from tests.support.scattered_kv import Rows, ScatteredKV, agree, check_first
 
 OPS = ReferenceOps()
 TILE = OPS.row_tile
@@ -334,6 +334,12 @@ def test_masked_non_finite_values_do_not_reach_a_row(poison: float, window: int 
             assert same_bits(clean[0, position], spoilt[0, position]), position
         elif window is None or position < bad + window:
             assert not spoilt[0, position].isfinite().any()
+
+
+@pytest.mark.parametrize("first", [1, 30, KV_TILE, KV_TILE + 3])
+def test_positions_before_the_first_are_not_seen(first: int):
+    requests = ScatteredKV([KV_TILE + 40])
+    check_first(lambda spans, **options: requests.run(OPS, spans, **options), KV_TILE + 40, first)
 
 
 def test_metadata_can_be_shared_by_layers():

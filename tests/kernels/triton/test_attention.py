@@ -20,7 +20,7 @@ from foreword.kernels.triton.attention import TileShape, TritonAttention, Triton
 from foreword.planning.memory import estimate_memory
 from tests.support.budget import examples
 from tests.support.device import DEVICE
-from tests.support.scattered_kv import Rows, ScatteredKV, Spans, agree, randn
+from tests.support.scattered_kv import Rows, ScatteredKV, Spans, agree, check_first, randn
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
@@ -81,6 +81,16 @@ def test_attention_matches_reference(spans, heads, dim, window, softcap, stored,
     options = {"window": window, "softcap": softcap, "sinks": sinks}
     actual = torch.stack(list(run(cache, mixed, group * kv_heads, row_tile, **options).values()))
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", [1, 17, SPLIT, SPLIT + 3])
+@pytest.mark.parametrize("programs", [1, 528])
+def test_positions_before_the_first_are_not_seen(
+    first: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
+    cache = cache_of([SPLIT + 20], 2, 16)
+    check_first(lambda spans, **options: run(cache, spans, 4, **options), SPLIT + 20, first)
 
 
 def test_heads_of_512_values_match_reference() -> None:

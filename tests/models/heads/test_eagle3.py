@@ -124,7 +124,7 @@ def written_config(config: dict[str, Any], layout: Layout, options: dict[str, An
 
 
 class Runner:
-    """A target with its head on one backend, and one request in shuffled blocks with scratch blocks behind."""
+    """A target with its head on one backend, and a request in shuffled blocks with scratch blocks behind."""
 
     def __init__(self, bed: Bed, ops: Ops, max_len: int = 128, kv_dtype: str = "float32") -> None:
         precision = Precision.from_dtypes("float32")
