@@ -1,8 +1,8 @@
 """Every feature with every drafter: a test checks a row of docs/features.md.
 
-All drafters run in one crowded engine: small cache, short chunks, sixteen requests at once. Each request
-names its drafter. The expected answer has no speculation, one request at a time, ample cache and unchunked
-prompts.
+All drafters run in a crowded engine: small cache, short chunks, sixteen requests at once. Each request
+names its drafter. Trained heads exclude a draft model, so they have an engine of their own. The expected
+answer has no speculation, one request at a time, ample cache and unchunked prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
-from foreword.config.drafters import DRAFTERS
+from foreword.config.drafters import DRAFTERS, HEAD_DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint, write_related_drafter
@@ -32,6 +32,7 @@ from tests.support.feature_matrix import (
     PAGE,
     render_page,
 )
+from tests.support.heads import train_head
 from tests.support.images import png
 from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
@@ -74,9 +75,10 @@ def make_image(number: int) -> bytes:
 
 @dataclass
 class Engines:
-    """The crowded engine, the plain engine, their prompts, and the plain answers so far."""
+    """The crowded engines, the plain engine, their prompts, and the plain answers so far."""
 
     crowded: LLM
+    with_head: LLM
     plain: LLM
     prompts: Sequence[Any]  # of LLM.generate, or conversations of LLM.chat
     known: dict[str, list[Any]] = field(default_factory=dict)  # plain answers
@@ -93,14 +95,24 @@ class Engines:
         key = repr((settings, drafters))
         if key in self.checked:
             return
-        asked = [prompt for _ in drafters for prompt in self.prompts]
-        params = [speculated(one, drafter) for drafter in drafters for one in params_of(settings)]
-        actual = answers(self.crowded, asked, settings, params)
-        size = len(self.prompts)
-        parts = {drafter: actual[i * size : (i + 1) * size] for i, drafter in enumerate(drafters)}
         expected = self.expected(settings)
-        assert [drafter for drafter, part in parts.items() if part != expected] == []
+        for llm, names in (
+            (self.crowded, [name for name in drafters if name not in HEAD_DRAFTERS]),
+            (self.with_head, [name for name in drafters if name in HEAD_DRAFTERS]),
+        ):
+            asked = [prompt for _ in names for prompt in self.prompts]
+            params = [speculated(one, drafter) for drafter in names for one in params_of(settings)]
+            actual = answers(llm, asked, settings, params) if names else []
+            size = len(self.prompts)
+            parts = {drafter: actual[i * size : (i + 1) * size] for i, drafter in enumerate(names)}
+            assert [drafter for drafter, part in parts.items() if part != expected] == []
         self.checked.add(key)
+
+    def check_state(self) -> None:
+        """Both crowded engines are sound."""
+        for llm in (self.crowded, self.with_head):
+            llm.check()
+            assert not llm.stats.drafter_errors
 
 
 def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
@@ -143,7 +155,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")  # rounded: agrees often, not always
     made = engines_of(path, prompts(), FEATURES, max_model_len=MAX_MODEL_LEN, kv_cache_memory="240tokens")
     yield made
-    made.crowded.check()
+    made.check_state()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +165,7 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     write_related_drafter(path / "drafter", write_checkpoint(path / "model", "qwen3_5_text", seed=6))
     made = engines_of(path, prompts(), FEATURES, max_model_len=MAX_MODEL_LEN, kv_cache_memory="240tokens")
     yield made
-    made.crowded.check()
+    made.check_state()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +179,7 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         path, asked, IMAGES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb"
     )
     yield made
-    made.crowded.check()
+    made.check_state()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +191,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     asked = [[{"role": "user", "content": text}] for text in ("Weather in Bonn?", "the thing", "the time")]
     made = engines_of(path, asked, CALLS, max_model_len=1023, kv_cache_memory="1200tokens")
     yield made
-    made.crowded.check()
+    made.check_state()
 
 
 def engines_of(path: Path, asked: Sequence[Any], features: Mapping[str, Any], **options: Any) -> Engines:
@@ -189,23 +201,25 @@ def engines_of(path: Path, asked: Sequence[Any], features: Mapping[str, Any], **
     plain = LLM(str(path / "model"), speculate="off", max_num_seqs=1, prefix_caching=False, **ample)
     outputs = [run(plain, asked, settings, params_of(settings)) for settings in features.values()]
     recording = path / "recording.jsonl"
-    recording.write_text("".join(recorded(output for each in outputs for output in each)))
+    lines = list(recorded(output for each in outputs for output in each))
+    recording.write_text("".join(lines))
+    texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in map(json.loads, lines[::5])]
+    head = train_head(path / "head", path / "model", texts[:24], steps=40)
+    options |= {"draft_length": "fixed", "max_num_seqs": 16, "max_num_batched_tokens": 24}
     crowded = LLM(
         str(path / "model"),
-        speculate=",".join(DRAFTERS),
+        speculate=",".join(name for name in DRAFTERS if name not in HEAD_DRAFTERS),
         draft_model=str(path / "drafter"),
-        draft_length="fixed",
         replay_file=str(recording),
         replay_error_rate=0.3,
-        max_num_seqs=16,
-        max_num_batched_tokens=24,
         **options,
     )
+    with_head = LLM(str(path / "model"), speculate="eagle3", draft_model=str(head), **options)
     known = {
         repr(settings): list(map(fingerprint, each))
         for settings, each in zip(features.values(), outputs, strict=True)
     }
-    return Engines(crowded, plain, asked, known)
+    return Engines(crowded, with_head, plain, asked, known)
 
 
 def recorded(outputs: Iterable[RequestOutput]) -> Iterator[str]:
@@ -253,7 +267,8 @@ def test_every_drafter_is_accepted_and_rejected(
         engines.check(settings)
     samples = {
         (sample.name, sample.labels.get("drafter")): sample.value
-        for metric in text_string_to_metric_families(engines.crowded.render_metrics().decode())
+        for llm in (engines.with_head, engines.crowded)
+        for metric in text_string_to_metric_families(llm.render_metrics().decode())
         for sample in metric.samples
     }
     # Forced tokens have no acceptance figures.
@@ -301,18 +316,19 @@ def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequ
         engines.check({**FEATURES[first], **FEATURES[second]}, (drafter,))
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto", "eagle3"))
 def test_embeddings_in_the_same_engine(engines: Engines, drafter: str) -> None:
     """Embedding requests between speculative steps: neither the answers nor the vectors change."""
     params = [speculated(one, drafter) for one in params_of({"temperature": 0.7})]
     texts = ["the thing", "an answer on the thing in the " * 3, "x"]
-    streams = [engines.crowded.stream(prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
+    llm = engines.with_head if drafter in HEAD_DRAFTERS else engines.crowded
+    streams = [llm.stream(prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
     pieces: list[list[str]] = [[] for _ in streams]
     vectors = []
     for round_ in itertools.zip_longest(*streams):
         for texts_of_stream, piece in zip(pieces, round_, strict=True):
             texts_of_stream.append("" if piece is None else piece.text)
-        vectors.append([output.vector for output in engines.crowded.embed(texts, pooling="mean")])
+        vectors.append([output.vector for output in llm.embed(texts, pooling="mean")])
     expected = [
         engines.plain.generate([prompt], one)[0].text
         for prompt, one in zip(prompts(), params_of({"temperature": 0.7}), strict=True)

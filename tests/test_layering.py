@@ -91,6 +91,7 @@ ALLOWED = {
         "weights.config_reader",
         "weights.gguf.header",
         "weights.hub",
+        "weights.trained_heads",
         "weights.unsupported_families",
     },
     "outputs": {"chat_formats", "core", "metrics", "tokenizer"},

@@ -23,7 +23,7 @@ from foreword.config.models_file import ModelEntry, ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.config.units import format_cpus, parse_cpus
 from foreword.engine.fingerprint import types_in_use
-from foreword.engine.loader import detect_hardware, make_plugins
+from foreword.engine.loader import detect_hardware, make_plugins, read_drafter_info
 from foreword.engine_client.base import EngineCallbacks
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.remote import RemoteClient
@@ -41,6 +41,7 @@ from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_war
 from foreword.tokenizer.chat_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import is_gguf
+from foreword.weights.trained_heads import head_method
 
 REPLICA_ANSWER_S = 5.0  # timeout of a server of --replica-urls
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
@@ -84,9 +85,7 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
     target = yield from _check_model("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
     if config.runs_draft_model:
-        drafter = yield from _check_model(
-            "draft model", Path(str(config.draft_model)), config.gguf_dequantize
-        )
+        drafter = yield from _check_draft_model(config)
     if target is None or (drafter is None and config.runs_draft_model):
         return
     yield from _check_weights(config)
@@ -118,12 +117,28 @@ def _check_model(
     return facts
 
 
+def _check_draft_model(config: Config) -> Generator[CheckResult, None, ModelInfo | None]:
+    """The draft model, or the trained head and whether it fits the model."""
+    path = Path(str(config.draft_model))
+    if head_method(path) is None:
+        return (yield from _check_model("draft model", path, config.gguf_dequantize))
+    try:
+        facts = read_drafter_info(config)
+    except ForewordError as error:
+        yield CheckResult(False, f"trained head: {error}")
+        return None
+    assert facts is not None
+    size = format_count(facts.parameters)
+    yield CheckResult(True, f"trained head: {facts.architecture}, {size} parameters in {facts.dtype}, fits")
+    return facts
+
+
 def _check_weights(config: Config) -> Iterator[CheckResult]:
     """Whether the files of weights are whole and have the tensors that the model loads, by their headers.
 
     Without an engine here, the weights are those of other machines.
     """
-    draft_model = config.draft_model if config.runs_draft_model else None
+    draft_model = config.draft_model if config.runs_draft_model and not _has_head(config) else None
     for label, name in (("weights", config.model), ("draft weights", draft_model)):
         path = Path(str(name))
         if name is None or config.load_format == "dummy" or not config.replicas:
@@ -156,7 +171,7 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
         yield CheckResult(None, "tokenizer: no chat template; chat needs --chat-template FILE")
     else:
         yield CheckResult(True if chat.detection.is_proven else None, f"tool calls: {chat.detection}")
-    if config.runs_draft_model:
+    if config.runs_draft_model and not _has_head(config):
         yield _check_drafter(tokenizer, config)
 
 
@@ -197,7 +212,14 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
     )
 
 
+def _has_head(config: Config) -> bool:
+    return head_method(Path(str(config.draft_model))) is not None
+
+
 def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
+    if drafter.is_head:
+        share = drafter.parameters / target.active_parameters
+        return CheckResult(True, f"a draft token reads at most {share:.1%} of the model's parameters")
     warning = draft_size_warning(target.parameters, drafter.parameters)
     if warning is not None:
         return CheckResult(None, f"draft size: {warning}")

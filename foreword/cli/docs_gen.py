@@ -202,8 +202,8 @@ SPECULATIVE_FIELDS_HEADER = """\
 
 | field | here |
 |---|---|
-| `method` | `ngram`, `suffix` or `draft_model`; trained heads (`eagle3`, `mtp`, `medusa`) are refused |
-| `model` | the draft model |
+| `method` | `ngram`, `suffix`, `draft_model` or `eagle3`; other heads (`mtp`, `medusa`, `dflash`) are refused |
+| `model` | the draft model or the trained head |
 | `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max` | the flags of these names |
 
 These change nothing, and a start says so:

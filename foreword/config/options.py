@@ -276,12 +276,12 @@ class Config:
 
     speculate: str = speculation_option(
         "auto",
-        "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, replay, "
-        "module:Class for your own, or the name of an installed one",
+        "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, "
+        "eagle3, replay, module:Class for your own, or the name of an installed one",
         common=True,
     )
     draft_model: str | None = speculation_option(
-        None, "a smaller checkpoint with the same tokenizer", common=True
+        None, "a smaller checkpoint with the same tokenizer, or a trained head of the model", common=True
     )
     num_speculative_tokens: int | None = speculation_option(
         None,

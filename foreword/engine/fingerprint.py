@@ -85,7 +85,7 @@ def load_warnings(
             f"the context is {resolved.max_model_len} tokens, of the checkpoint's {target.context_len}: "
             f"a KV cache of {size} holds no more; --kv-cache-memory sets its size"
         )
-    if draft_model is not None:
+    if draft_model is not None and not draft_model.is_head:
         size_warning = draft_size_warning(target.parameters, draft_model.parameters)
         warnings += [] if size_warning is None else [size_warning]
     missing = native_unavailable_reason(resolved.device, types_in_use(resolved))

@@ -76,6 +76,11 @@ class ModelInfo:
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
 
     @property
+    def is_head(self) -> bool:
+        """Whether this is a trained head, which reads hidden states of another model."""
+        return self.hidden_values_per_token > 0
+
+    @property
     def active_parameters(self) -> int:
         """Parameters that one token reads, and the embedding."""
         if not self.num_experts:
@@ -190,9 +195,7 @@ def scratch_bytes(config: Config, hardware: HardwareInfo, models: Sequence[Model
     num_seqs, _ = batch_limits(config, hardware, models[0])
     tokens = num_seqs * blocks_for(num_drafted(config), config.block_size) * config.block_size
     kv_dtype = resolve_kv_dtype(config, dtype)
-    return sum(
-        tokens * kv_bytes_per_token(info, kv_dtype, dtype) for info in models if info.hidden_values_per_token
-    )
+    return sum(tokens * kv_bytes_per_token(info, kv_dtype, dtype) for info in models if info.is_head)
 
 
 def grouped_bytes(rows: int, columns: int, bits: int, num_groups: int) -> int:

@@ -19,6 +19,7 @@ from foreword.planning.memory import (
     min_context,
     plan_states,
     resolve_dtypes,
+    scratch_bytes,
     weight_bytes_by_format,
 )
 from foreword.planning.resolve import ResolvedConfig
@@ -92,7 +93,11 @@ class _Plan:
             yield MemoryPart(VISION_ENCODER, vision)
         if self._drafter is not None:
             formats = self._formats(self._drafter)
-            yield MemoryPart("draft model", int(sum(formats.values())), _list_formats(formats))
+            name = "trained head" if self._drafter.is_head else "draft model"
+            yield MemoryPart(name, int(sum(formats.values())), _list_formats(formats))
+        models = [self._model, *filter(None, [self._drafter])]
+        if scratch := scratch_bytes(self._config, self._hardware, models, self._dtype):
+            yield MemoryPart("draft tokens", scratch, "room of the trained head")
         slots, rank = self._config.num_lora_slots, self._config.max_lora_rank
         if slots:
             size = lora_bytes(self._model, self._dtype, slots, rank)

@@ -47,8 +47,8 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"method": "eagle3"}', "got 'eagle3': trained heads are not supported yet"),
-        ('{"method": "deepseek_mtp", "model": "m"}', "trained heads are not supported yet"),
+        ('{"method": "eagle3"}', "or with a model draft_model, eagle3, got 'eagle3'"),
+        ('{"method": "deepseek_mtp", "model": "m"}', "this kind of head is not supported yet"),
         ('{"tree": 1}', "'tree'; known: method, model, num_speculative_tokens, prompt_lookup_min, "),
         (
             '{"rejection_sample_method": "synthetic"}',
@@ -59,7 +59,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
         ("[]", "must be a JSON object"),
         ('{"num_speculative_tokens": "5"}', "num_speculative_tokens must be int"),
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
-        ('{"method": "draft_model"}', "(with a model), got 'draft_model'"),
+        ('{"method": "draft_model"}', "or with a model draft_model, eagle3, got 'draft_model'"),
     ],
 )
 def test_refused_speculative_config_names_the_accepted_values(text: str, part: str) -> None:

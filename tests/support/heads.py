@@ -34,6 +34,7 @@ HEAD_CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 TAPS = (0, 1, 2)
+MAX_TRAINED = 256  # tokens of a text
 
 
 @dataclass
@@ -166,6 +167,7 @@ def write_head(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
 def head_config(model: Path, **options: Any) -> dict[str, Any]:
     """A config of the original's layout for a target; tests have few layers, so it names all taps."""
     target = json.loads((model / "config.json").read_text())
+    target |= target.get("text_config", {})
     eagle = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
     size = target["hidden_size"]
     sizes = {"vocab_size": target["vocab_size"], "hidden_size": size, "head_dim": size // 4}
@@ -203,8 +205,9 @@ def train_head(
     config = head_config(model, **options)
     tensors = head_tensors(config, config["hidden_size"])
     weights = load_file(model / "model.safetensors")
-    names = ("model.embed_tokens.weight", "backbone.embeddings.weight")
-    embedding = next(weights[name].float() for name in names if name in weights)
+    ends = ("embed_tokens.weight", "embeddings.weight")
+    embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
+    texts = [text[:MAX_TRAINED] for text in texts]
     recorded = record_taps(model, texts)
     for value in tensors.values():
         value.requires_grad_()
