@@ -11,14 +11,14 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from foreword.core.outputs import ErrorEvent, StepStats, TokenEvent
+from foreword.core.outputs import ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.crash_policy import MAX_IDLE_CRASHES
@@ -35,7 +35,7 @@ from foreword.errors import (
     RequestFailed,
 )
 from tests.support.budget import is_full
-from tests.support.checkpoints import STATE_FAMILIES, write_checkpoint
+from tests.support.checkpoints import STATE_FAMILIES, write_checkpoint, write_related_drafter
 from tests.support.client_answers import (
     Answer,
     Killer,
@@ -53,6 +53,7 @@ from tests.support.waiting import WAIT_S, stop_process, wait_until_async
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
+KILLED_FAMILIES = ("deepseek_v2", "falcon_h1", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
 OPTIONS = {"replica_timeout": 0.01, "prefix_caching": False}
 
 
@@ -93,18 +94,28 @@ async def test_answers_survive_killed_engines(
     assert caplog.text.count("signal 9") == times
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("family", ("llama", *STATE_FAMILIES) if is_full() else ("llama", "qwen3_5_text"))
-async def test_long_answers_survive_killed_engines(
+@pytest.mark.parametrize(
+    ("family", "is_kept"),
+    [
+        *((family, False) for family in KILLED_FAMILIES),
+        *((family, True) for family in ("llama", *STATE_FAMILIES if is_full() else ("qwen3_5_text",))),
+    ],
+)
+async def test_long_answers_with_a_drafter_survive_killed_engines(
     fork_server: ForkServer, tmp_path: Path, family: str, is_kept: bool
 ) -> None:
-    """Prompts and answers longer than a segment, some with a common start; perhaps with blocks on disk."""
+    """Layers with state, latent attention, shared K and V; prompts and answers longer than a segment.
+
+    Some prompts have a common start; blocks are perhaps on disk.
+    """
     options = {"kv_cache_dir": str(tmp_path / "kv")} if is_kept else {}
-    checkpoint = write_checkpoint(tmp_path / "model", family, seed=6)
-    client = make_client(checkpoint, fork_server, max_num_seqs=3, **options)
+    model = write_checkpoint(tmp_path / "model", family, seed=6, tie_word_embeddings=False)
+    drafter = write_related_drafter(tmp_path / "drafter", model)
+    options |= {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed"}
+    client = make_client(model, fork_server, max_num_seqs=3, num_speculative_tokens=3, **options)
     await client.start()
 
-    async def answers(prefix: str, seen: Killer | None = None) -> dict[str, tuple[list[int], list[int]]]:
+    async def answers(prefix: str, seen: Callable[[Event], None]) -> dict[str, tuple[list[int], list[int]]]:
         texts = {f"{prefix}-{n}": [*range(40, 140), *range(7 + n % 2, 60 + n)] for n in range(4)}
         asked = [
             make_request(name, text, seed=n, max_tokens=70, temperature=n % 2)
@@ -114,10 +125,11 @@ async def test_long_answers_survive_killed_engines(
         return {name: (answer.token_ids, answer.hashes) for name, answer in collected.items()}
 
     try:
-        killer = Killer(client, 20, 2)
-        expected = await answers("undisturbed")
+        killer, events = Killer(client, 20, 2), list[Event]()
+        expected = await answers("undisturbed", events.append)
         assert await answers("kills", killer) == expected and len(killer.killed) == 2
         assert all(len(hashes) == 70 for _, hashes in expected.values())
+        assert len(events) < 4 * 70, "no draft was accepted"
     finally:
         await client.close()
 
