@@ -74,7 +74,8 @@ class ExpertsConfig:
     top_k: int  # experts of a row: those of the largest logits, ties to the lowest id
     renormalize: bool  # weights are shares of the chosen experts' sum, not of all experts'
     activation: str  # as in gated_act()
-    # "softmax", or "sigmoid": weights are sigmoid(logit), and experts are chosen by it plus their bias
+    # "softmax", or "sigmoid": weights are sigmoid(logit). With a bias, experts are chosen by their weight of
+    # all experts plus their bias
     scoring: str = "softmax"
     scale: float = 1.0  # of the weights
     # Experts are equal groups in order of ids, and a row chooses from the topk_groups best of them: by the

@@ -14,7 +14,8 @@ from foreword.models.decoder_config import DecoderConfig
 from foreword.models.deepseek_v2 import DeepseekV2
 from foreword.models.deepseek_v3 import DeepseekV3
 from foreword.models.dots1 import Dots1
-from foreword.models.ernie4_5 import Ernie45
+from foreword.models.ernie4_5 import Ernie45, Ernie45Moe
+from foreword.models.exaone import Exaone
 from foreword.models.exaone4 import Exaone4
 from foreword.models.exaone_moe import ExaoneMoe
 from foreword.models.falcon_h1 import FalconH1
@@ -72,6 +73,8 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "deepseek_v2": DeepseekV2,
         "deepseek_v3": DeepseekV3,
         "ernie4_5": Ernie45,
+        "ernie4_5_moe": Ernie45Moe,
+        "exaone": Exaone,
         "exaone4": Exaone4,
         "exaone_moe": ExaoneMoe,
         "falcon_h1": FalconH1,

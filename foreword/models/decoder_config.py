@@ -29,7 +29,7 @@ ACTIVATIONS = {
 }
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MAX_EXPERTS = 1 << 16  # sum over all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 OLDER_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}

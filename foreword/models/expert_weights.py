@@ -45,6 +45,7 @@ class MoEConfig:
     bias: bool = False  # router and experts have biases
     is_gpt_oss: bool = False  # see _GptOssExperts
     score_bias: str | None = None  # name in the module of what is added to scores
+    score_bias_is_row: bool = False  # [1, E]
     expert_scales: str | None = None  # name in the module of factors of the experts' weights
 
 
@@ -60,10 +61,9 @@ def load_experts(
             gate_up.append(ops.pack_linear(parts, weight_format, gate_up_bias))
         with tensors.down(expert) as parts:
             down.append(ops.pack_linear(parts, weight_format, down_bias))
-    bias, scales = (
-        None if name is None else weights.tensor(name, config.experts.num_experts)
-        for name in (config.score_bias, config.expert_scales)
-    )
+    count, row = config.experts.num_experts, (1,) * config.score_bias_is_row
+    bias = None if config.score_bias is None else weights.tensor(config.score_bias, *row, count).view(count)
+    scales = None if config.expert_scales is None else weights.tensor(config.expert_scales, count)
     return ops.pack_experts(gate_up, down, bias, scales)
 
 

@@ -65,11 +65,15 @@ TEXT_KEYS = (
     *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id"),
 )
 # Families whose checkpoints may hold more than their text, by the prefixes of what is not loaded
-MULTIPART_FAMILIES = ("exaone_moe", "mellum", "nemotron_h", "qwen3_next", *TEXT_MODELS, *TEXT_MODELS.values())
+MULTIPART_FAMILIES = (
+    *("ernie4_5_moe", "exaone_moe", "mellum", "nemotron_h", "qwen3_next"),
+    *(*TEXT_MODELS, *TEXT_MODELS.values()),
+)
 MTP_HEAD = "the MTP head, which drafts,"
 UNUSED_PARTS = MappingProxyType(
     {
         "mtp.": MTP_HEAD,
+        "model.mtp_": MTP_HEAD,
         "model.visual.": "the vision encoder",
         "visual.": "the vision encoder",
         "model.vision_tower.": "the vision encoder",

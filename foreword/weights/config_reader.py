@@ -16,7 +16,8 @@ IGNORED_KEYS = frozenset(
     (
         *("architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id"),
         *("cache_implementation", "chunk_size_feed_forward", "diversity_penalty", "do_sample"),
-        *("dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id"),
+        *("dtype", "early_stopping", "embd_pdrop", "embed_dropout", "encoder_no_repeat_ngram_size"),
+        "eos_token_id",
         *("finetuning_task", "hidden_dropout", "id2label", "initializer_range", "label2id"),
         *("length_penalty", "max_length", "max_sequence_length", "min_length", "model_type"),
         *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels"),

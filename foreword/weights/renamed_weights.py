@@ -171,7 +171,7 @@ class MultipartWeights(PrefixedWeights):
         return self._weights.stacked(self.name_in_file(name), index, *shape)
 
     def prefixed(self, prefix: str) -> Weights:
-        return PrefixedWeights(self._weights, self.name_in_file(prefix))
+        return PrefixedWeights(self, prefix)
 
     def name_in_file(self, name: str) -> str:
         """A name or prefix as it is in the files."""

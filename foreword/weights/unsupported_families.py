@@ -51,7 +51,6 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         "cohere2vision": f"{VISION}; cohere2 runs",
         "afmoe": "it needs a gate of attention with a projection of its own",
         "bailinghybrid": f"{RECURRENT}; bailing_moe runs",
-        "ernie45moe": "it needs experts chosen by a softmax plus a bias; ernie4_5 runs",
         "granitemoeswa": "granite_swa and granitemoeshared run",
         "hyv": "it needs Hunyuan's later layers; hunyuan_v1_dense and hunyuan_v1_moe run",
         "internlm": "it needs InternLM's names of tensors",
@@ -63,7 +62,6 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
 # By the whole model_type of config.json; GGUF files of these families may run
 CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "exaone": "it needs EXAONE 3's names of tensors; exaone4 runs",
         "minimax": f"{RECURRENT}; minimax_m2 runs",
         "gemma3": "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file",
         "mistral3": "its text alone runs, as a checkpoint of model_type mistral or a GGUF file",

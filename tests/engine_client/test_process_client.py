@@ -98,7 +98,7 @@ async def test_answers_survive_killed_engines(
     ("family", "is_kept"),
     [
         *((family, False) for family in KILLED_FAMILIES),
-        *((family, True) for family in ("llama", *STATE_FAMILIES if is_full() else ("qwen3_5_text",))),
+        *((family, True) for family in ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))),
     ],
 )
 async def test_long_answers_with_a_drafter_survive_killed_engines(

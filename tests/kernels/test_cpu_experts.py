@@ -270,13 +270,13 @@ def test_factors_are_scaled_by_expert(isa: str, scoring: str) -> None:
 
 
 @each_isa
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_factors_are_sigmoids(isa: str, renormalize: bool) -> None:
-    """A bias chooses experts, and weighs none."""
+def test_bias_chooses_experts_and_weighs_none(isa: str, renormalize: bool, scoring: str) -> None:
     logits = torch.cat((randn(30, 5) * 4, torch.tensor([[0.0, -30, 0, 40, -3]])))
-    config = ExpertsConfig(5, 3, renormalize, "silu", "sigmoid", scale=1.5)
+    config = ExpertsConfig(5, 3, renormalize, "silu", scoring, scale=1.5)
     bias = torch.tensor([0.0, 0.3, -0.2, 0.0, 5.0])
-    scores = logits.double().sigmoid()
+    scores = logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(1)
     chosen = (scores + bias).topk(3).indices
     assert (chosen == 4).any(1).all(), "the bias decides"
     weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))

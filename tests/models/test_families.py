@@ -430,6 +430,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2-moe-not-shared": ("cohere2_moe", {"num_shared_experts": 0, "norm_topk_prob": False}),
     "dots1-two-shared": ("dots1", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
+    "ernie4-5-moe-hub": (  # the keys of the published files
+        "ernie4_5_moe",
+        {
+            "moe_capacity": [64, 64, 64],
+            "moe_gate": "topk",
+            "moe_layer_end_index": 1,
+            "moe_layer_interval": 1,
+            "moe_use_aux_free": True,
+            "num_nextn_predict_layers": 1,
+            "use_rmsnorm": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4-5-moe-no-shared": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
+    "exaone-hub": (  # the keys of the published files
+        "exaone",
+        {
+            **dict.fromkeys(("num_hidden_layers", "rms_norm_eps", "hidden_act"), ...),
+            "activation_function": "silu",
+            "embed_dropout": 0.0,
+            "layer_norm_epsilon": 1e-5,
+            "num_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone-biases": ("exaone", {"attention_bias": True, "mlp_bias": True, "rope_scaling": ...}),
     "exaone-moe-hub": (
         "exaone_moe",
         {

@@ -260,7 +260,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **LAYOUT_OPTIONS,
 }
 MOE_FAMILIES = tuple(
-    family for family, options in FAMILIES.items() if {"num_experts_per_tok", "moe_topk"} & options.keys()
+    family
+    for family, options in FAMILIES.items()
+    if {"num_experts_per_tok", "moe_topk", "moe_k"} & options.keys()
 )
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -429,7 +431,7 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     for ending, constant in constants.items():
         if name.endswith(ending):
             return torch.full_like(value, constant)
-    if name.endswith(("norm.weight", "norm_f.weight")):
+    if name.endswith(("norm.weight", "norm_f.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
         return 0.2 * value + _norm_center(name, config["model_type"])
     if name.endswith("A_log"):
         return 0.5 * value - 1.0  # states that fade over some tens of tokens
@@ -439,7 +441,7 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
         return 1.0 + 0.2 * value
     if name.endswith(("bias", "sinks")):
         return 0.3 * value
-    if "embed" in name or "lm_head" in name:
+    if "embed" in name or "wte" in name or "lm_head" in name:
         return value * (0.3 if config["tie_word_embeddings"] else 1.0)
     return value * (1.6 / math.sqrt(value.shape[-1]))
 

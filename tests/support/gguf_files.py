@@ -63,7 +63,7 @@ ARCHITECTURES = {
 ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe")
 # Families without an architecture of files, or with one that is not supported
 NO_GGUF_FAMILIES = (
-    *("apertus", "bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
+    *("apertus", "bailing_moe", "cohere2_moe", "ernie4_5_moe", "exaone", "exaone_moe", "glm", "granite_swa"),
     *("mellum", "ministral", "mistral4", "phi", "solar_open"),
 )
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)

@@ -27,6 +27,8 @@ class Layout:
     """Tensors of a family; flags say which projections have biases."""
 
     architecture: str  # class of transformers
+    body: str = "model"
+    layers: str = "layers"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_bias: bool = False
     last_norm: str = "norm"
@@ -55,6 +57,7 @@ class Layout:
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     expert_size: str = "moe_intermediate_size"
     score_bias: str | None = None
+    score_bias_is_row: bool = False
     shared: str = "mlp.shared_experts"
     num_shared: str = "n_shared_experts"
 
@@ -122,6 +125,31 @@ LAYOUTS: dict[str, Layout] = {
         out_bias=option("attention_bias"),
         qk_norms=QK,
         **ROUTED,
+    ),
+    "ernie4_5_moe": Layout(
+        "Ernie4_5_MoeForCausalLM",
+        qkv_bias=option("use_bias"),
+        out_bias=option("use_bias"),
+        mlp_bias=option("use_bias"),
+        is_sparse=lambda config, index: index >= config["moe_layer_start_index"],
+        score_bias="mlp.moe_statics.e_score_correction_bias",
+        score_bias_is_row=True,
+        num_shared="moe_num_shared_experts",
+    ),
+    "exaone": Layout(
+        "ExaoneForCausalLM",
+        body="transformer",
+        layers="h",
+        norms=("ln_1", "ln_2"),
+        last_norm="ln_f",
+        embedding="wte",
+        attention="attn.attention",
+        out="out_proj",
+        qkv_bias=option("attention_bias"),
+        out_bias=option("attention_bias"),
+        gate_up=("c_fc_0", "c_fc_1"),
+        down="c_proj",
+        mlp_bias=option("mlp_bias"),
     ),
     "exaone_moe": Layout("ExaoneMoeForCausalLM", qk_norms=QK, num_shared="num_shared_experts", **ROUTED),
     "gemma": Layout("GemmaForCausalLM"),
@@ -276,6 +304,23 @@ LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {
         "expert_selection_fn": "sigmoid",
     },
     "dots1": {**ROUTED_EXPERTS, "sliding_window": 24, "max_window_layers": 1},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 48,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "use_bias": False,
+    },
+    "exaone": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
     "exaone_moe": {
         **ROUTED_EXPERTS,
         "n_routed_experts": ...,
@@ -356,12 +401,12 @@ def layout_shapes(layout: Layout, config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     result: Shapes = {
-        f"model.{layout.embedding}.weight": (vocab, hidden),
-        **_norm(layout, f"model.{layout.last_norm}", hidden),
+        f"{layout.body}.{layout.embedding}.weight": (vocab, hidden),
+        **_norm(layout, f"{layout.body}.{layout.last_norm}", hidden),
     }
     if not config["tie_word_embeddings"]:
         result |= _linear("lm_head", vocab, hidden, layout.head_bias(config))
-    for index in range(config["num_hidden_layers"]):
+    for index in range(config.get("num_layers") or config["num_hidden_layers"]):
         layer = _attention(layout, config)
         for name in layout.norms:
             layer |= _norm(layout, name, hidden)
@@ -371,7 +416,8 @@ def layout_shapes(layout: Layout, config: dict[str, Any]) -> Shapes:
         else:
             size = config.get("prefix_dense_intermediate_size") or config["intermediate_size"]
             layer |= _mlp(layout, config, "mlp", size)
-        result |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        prefix = f"{layout.body}.{layout.layers}.{index}"
+        result |= {f"{prefix}.{name}": shape for name, shape in layer.items()}
     return result
 
 
@@ -414,12 +460,14 @@ XIELU_SHAPES: Shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 
 def _experts(layout: Layout, config: dict[str, Any]) -> Shapes:
-    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (
+        config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )
     count = next(filter(None, counts))
     hidden, size = config["hidden_size"], config[layout.expert_size]
     result: Shapes = {f"{layout.module}.{layout.router}": (count, hidden)}
     if layout.score_bias:
-        result[layout.score_bias] = (count,)
+        result[layout.score_bias] = (1, count) if layout.score_bias_is_row else (count,)
     gate, up, down = layout.experts
     for expert in range(count):
         prefix = f"{layout.module}.experts.{expert}"

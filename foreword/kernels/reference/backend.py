@@ -381,7 +381,9 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     """Experts of each row, int64 [T, top_k], and their weights, float32 [T, top_k]."""
     is_softmax = config.scoring == "softmax"
     scores = logits if is_softmax else map_values(torch.sigmoid, logits)
-    ranked = scores if bias is None else scores + bias
+    ranked = scores
+    if bias is not None:
+        ranked = (_softmax(logits) if is_softmax else scores) + bias
     order = torch.sort(ranked, dim=1, descending=True, stable=True).indices
     if config.topk_groups < config.num_groups:
         order = _of_best_groups(order, ranked, config)
@@ -389,13 +391,19 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     powers = scores.gather(1, order)
     all_powers = powers
     if is_softmax:
-        top = powers[:, :1]
+        top = (powers if config.renormalize else logits).amax(1, keepdim=True)
         powers = all_powers = map_values(torch.exp, powers - top)
         if not config.renormalize:
             all_powers = map_values(torch.exp, logits - top)
     if is_softmax or config.renormalize:
         powers = powers / _sum_in_order(all_powers)[:, None]
     return order, powers * config.scale
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """float32 [T, E], summed in order"""
+    powers = map_values(torch.exp, logits - logits.amax(1, keepdim=True))
+    return powers / _sum_in_order(powers)[:, None]
 
 
 def _of_best_groups(order: Tensor, ranked: Tensor, config: ExpertsConfig) -> Tensor:

@@ -202,10 +202,11 @@ def _route_kernel(
 ):  # fmt: skip
     """Experts of the TOP_K largest scores of a row, ties to the lowest id, and their weights.
 
-    Scores are logits, and weights shares of the softmax; or (SIGMOID) scores are sigmoids plus the bias
-    [NUM_EXPERTS] or None, and weights the sigmoids. Weights are multiplied by scale, and by scales
-    [NUM_EXPERTS] unless it is None. logits float32 [T, NUM_EXPERTS]; chosen int32 and shares float32
-    [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see ExpertsConfig.
+    Scores are logits, and weights shares of the softmax; or (SIGMOID) scores and weights are sigmoids. With
+    a bias [NUM_EXPERTS], scores are sigmoids, or shares of all experts, plus the bias. Weights are
+    multiplied by scale, and by scales [NUM_EXPERTS] unless it is None. logits float32 [T, NUM_EXPERTS];
+    chosen int32 and shares float32 [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see
+    ExpertsConfig.
     """
     if PDL:
         gdc_wait()
@@ -218,8 +219,11 @@ def _route_kernel(
     if SIGMOID:
         weights = 1.0 / (1.0 + tl.exp(-values))
         values = weights
-        if bias is not None:
-            values += tl.load(bias + expert, mask=inside, other=0.0)
+    elif bias is not None:
+        powers = tl.exp(values - tl.max(values, 0))
+        values = powers / tl.sum(powers, 0)
+    if bias is not None:
+        values += tl.load(bias + expert, mask=inside, other=0.0)
     keys = tl.where(inside, _sort_key(values), TAKEN)
     if TOPK_GROUPS < NUM_GROUPS:
         chosen_groups = _choose_groups(
@@ -240,8 +244,13 @@ def _route_kernel(
             factors = tl.where(ranks == rank, tl.load(scales + best) * scale, factors)
         keys = tl.where(expert == best, TAKEN, keys)
         tl.store(chosen + row * TOP_K + rank, best)
+    if bias is not None and not SIGMOID:  # the largest logit need not be of the first choice
+        highest = tl.max(tl.where(ranks < TOP_K, top_values, -float("inf")), 0)
+        total = tl.sum(tl.where(ranks < TOP_K, tl.exp(top_values - highest), 0.0), 0)
     if not RENORMALIZE:
-        total = 1.0 if SIGMOID else tl.sum(tl.where(inside, tl.exp(values - highest), 0.0), 0)
+        if bias is not None and not SIGMOID:
+            highest = tl.max(weights, 0)
+        total = 1.0 if SIGMOID else tl.sum(tl.where(inside, tl.exp(weights - highest), 0.0), 0)
     powers = top_values if SIGMOID else tl.exp(top_values - highest)
     tl.store(shares + row * TOP_K + ranks, powers / total * factors, mask=ranks < TOP_K)
 

@@ -62,32 +62,45 @@ void weigh_by_sigmoid(const float* logits, const ExpertsArgs& args, const std::v
     for (int64_t rank = 0; rank < args.top_k; rank++) factors[rank] = static_cast<float>(sigmoid_of(logits[best[rank].id]) * factor);
 }
 
+// The largest of the logits that is no NaN, and the sum of exp(logit - largest) in fixed point: the order of integers is
+// free; 0 without a finite maximum.
+struct Softmax {
+    double top = -INFINITY;
+    int64_t total = 0;
+
+    Softmax(const float* logits, int64_t count) {
+        for (int64_t id = 0; id < count; id++) top = logits[id] > top ? logits[id] : top;
+        for (int64_t id = 0; id < count; id++) total += exp_fixed_point(logits[id] - top);
+    }
+
+    double weight(double logit) const { return static_cast<double>(exp_fixed_point(logit - top)) / static_cast<double>(total); }
+};
+
 void weigh_by_softmax(const float* logits, const ExpertsArgs& args, const std::vector<Entry>& best, float* factors) {
-    const double top = best.front().value;
-    int64_t total = 0;  // of integers: their order is free; 0 without a finite maximum
-    if (args.renormalize) {
-        for (const Entry& entry : best) total += exp_fixed_point(entry.value - top);
-    } else {
-        for (int64_t id = 0; id < args.experts.count; id++) total += exp_fixed_point(logits[id] - top);
+    std::vector<float> chosen;
+    for (const Entry& entry : best) chosen.push_back(logits[entry.id]);
+    const Softmax softmax = args.renormalize ? Softmax(chosen.data(), args.top_k) : Softmax(logits, args.experts.count);
+    for (int64_t rank = 0; rank < args.top_k; rank++) factors[rank] = static_cast<float>(args.scale * softmax.weight(chosen[rank]));
+}
+
+// What experts are ranked by with a bias, or by their sigmoids; NaN for logits that are NaN.
+std::vector<float> biased_scores(const float* logits, const ExpertsArgs& args) {
+    const int64_t count = args.experts.count;
+    const Softmax softmax(logits, args.sigmoid ? 0 : count);
+    std::vector<float> scores(count);
+    for (int64_t id = 0; id < count; id++) {
+        const auto score = static_cast<float>(args.sigmoid ? sigmoid_of(logits[id]) : softmax.weight(logits[id]));
+        scores[id] = std::isnan(logits[id]) ? NAN : args.experts.bias == nullptr ? score : score + args.experts.bias[id];
     }
-    for (int64_t rank = 0; rank < args.top_k; rank++) {
-        const auto power = static_cast<double>(exp_fixed_point(best[rank].value - top));
-        factors[rank] = static_cast<float>(args.scale * (power / static_cast<double>(total)));
-    }
+    return scores;
 }
 
 // The chosen experts of a row, by rank, and their factors.
 void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
     const int64_t count = args.experts.count;
-    std::vector<float> scores;
-    if (args.sigmoid) {
-        scores.resize(count);
-        for (int64_t id = 0; id < count; id++) {
-            const auto score = static_cast<float>(sigmoid_of(logits[id]));
-            scores[id] = std::isnan(logits[id]) ? NAN : args.experts.bias == nullptr ? score : score + args.experts.bias[id];
-        }
-    }
-    const float* values = args.sigmoid ? scores.data() : logits;
+    const bool ranks_logits = !args.sigmoid && args.experts.bias == nullptr;
+    const std::vector<float> scores = ranks_logits ? std::vector<float>() : biased_scores(logits, args);
+    const float* values = ranks_logits ? logits : scores.data();
     const bool usable = std::none_of(values, values + count, [](float value) { return std::isnan(value); });
     const std::vector<Entry> best = rank_experts(values, args);
     (args.sigmoid ? weigh_by_sigmoid : weigh_by_softmax)(logits, args, best, factors);

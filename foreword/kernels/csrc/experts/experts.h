@@ -17,18 +17,18 @@ struct Experts {
     int64_t count, hidden, inner;
     ExpertMatrices gate_up;  // [2 * inner, hidden], or without gates [inner, hidden]
     ExpertMatrices down;     // [hidden, inner]
-    const float* bias;       // [count] or null, of ExpertsArgs::sigmoid
+    const float* bias;       // [count] or null: see ExpertsArgs
     const float* scales;     // [count] or null: of the experts' factors
 };
 
 // x [rows, hidden], router logits float32 [rows, count] -> y [rows, hidden]: for each row, the sum over its top_k experts,
 // in order of falling logits (ties: ascending id), of factor * down(activation(gate_up(x))), plus add_to unless it is null.
 // Factors are `scale` times the softmax over the chosen logits (renormalize) or over all; or (sigmoid) times the sigmoids
-// of the chosen logits, divided by their sum (renormalize), and experts are chosen by the sigmoid plus the bias; or these
-// times the scale of the expert. Experts are `groups` of equal size, and a row chooses from the `top_groups` best: by the
-// largest logit, or (sigmoid) by the sum of the two largest of what experts are chosen by; ties: ascending group. gate_up
-// and the activation are rounded to `type`; the rest is float32, rounded once. A row whose logits hold NaN or no finite
-// maximum becomes NaN.
+// of the chosen logits, divided by their sum (renormalize); or these times the scale of the expert. With a bias, experts
+// are chosen by the sigmoid, or the softmax over all, plus the bias. Experts are `groups` of equal size, and a row chooses
+// from the `top_groups` best: by the largest of what experts are chosen by, or (sigmoid) by the sum of the two largest;
+// ties: ascending group. gate_up and the activation are rounded to `type`; the rest is float32, rounded once. A row whose
+// logits hold NaN or no finite maximum becomes NaN.
 struct ExpertsArgs {
     const Experts& experts;
     int64_t top_k;
