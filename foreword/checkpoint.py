@@ -25,7 +25,7 @@ from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.config_reader import ConfigReader, read_json, read_text_config, read_vocab_size
 from foreword.weights.gguf.header import is_gguf, open_gguf
 from foreword.weights.hub import resolve_path
-from foreword.weights.trained_heads import head_method
+from foreword.weights.trained_heads import brings_mtp_head, head_method
 from foreword.weights.unsupported_families import (
     TYPES_WITH_STATES,
     describe_checkpoint,
@@ -66,11 +66,19 @@ def resolve_paths(config: Config) -> Config:
     config = apply_speculative_config(config)
     name = str(config.model or DEFAULT_MODEL)
     path = BUNDLED[name][0] if name in BUNDLED else resolve_path(name)
+    items = {*map(str.strip, config.speculate.split(","))}
+    if config.draft_model is None and items & {"auto", "mtp"}:
+        if brings_mtp_head(path):
+            config = replace(
+                config, draft_model=str(path), speculate=with_head(config.speculate, "mtp", name)
+            )
+        elif "mtp" in items:
+            raise ConfigError(f"speculate: `mtp`: {name} has no MTP head that runs here", "speculate")
     if not config.runs_draft_model:
         return replace(config, model=str(path))
     name = str(config.draft_model)
     drafter = BUNDLED[name][1] if name in BUNDLED else resolve_path(name)
-    speculate = with_head(config.speculate, head_method(drafter), name)
+    speculate = with_head(config.speculate, head_method(drafter, path), name)
     return replace(config, model=str(path), draft_model=str(drafter), speculate=speculate)
 
 
@@ -92,7 +100,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     apply_options(config, tokenizer, processor)
     for warning in tokenizer.generation_config.warnings:
         logger.warning("%s", warning)
-    if config.runs_draft_model and head_method(Path(str(config.draft_model))) is None:
+    if config.runs_draft_model and head_method(Path(str(config.draft_model)), path) is None:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path, rows)
     suppressed = (token_id for token_id in tokenizer.suppress_tokens if token_id < rows)

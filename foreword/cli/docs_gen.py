@@ -202,7 +202,7 @@ SPECULATIVE_FIELDS_HEADER = """\
 
 | field | here |
 |---|---|
-| `method` | `ngram`, `suffix`, `draft_model` or `eagle3`; other heads (`mtp`, `dflash`) are refused |
+| `method` | `ngram`, `suffix`, `mtp`, `draft_model` or `eagle3`; `dflash` and others are refused |
 | `model` | the draft model or the trained head |
 | `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max` | the flags of these names |
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-HEAD_DRAFTERS: Final = ("eagle3",)  # trained heads, by their method
+HEAD_DRAFTERS: Final = ("eagle3", "mtp")  # trained heads, by their method
 DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", *HEAD_DRAFTERS, "replay")
 ENTRY_POINT_GROUP: Final = "foreword.drafters"
 RESERVED_NAMES: Final = (*DRAFTERS, "auto", "off", "policy")  # "policy" counts errors of the controller
@@ -58,7 +58,7 @@ def parse_drafters(
         else:
             drafters.append(item if item in DRAFTERS else find_plugin(item))
     needs_model = [name for name in ("draft", *HEAD_DRAFTERS) if name in drafters]
-    if needs_model and not draft_model:
+    if needs_model and needs_model != ["mtp"] and not draft_model:
         raise ConfigError(f"speculate: `{needs_model[0]}` needs --draft-model", "draft_model")
     if len(needs_model) > 1:
         both = " and ".join(needs_model)

@@ -277,7 +277,7 @@ class Config:
     speculate: str = speculation_option(
         "auto",
         "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, "
-        "eagle3, replay, module:Class for your own, or the name of an installed one",
+        "eagle3, mtp, replay, module:Class for your own, or the name of an installed one",
         common=True,
     )
     draft_model: str | None = speculation_option(

@@ -91,9 +91,14 @@ def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
+    if method == "mtp" or str(method).endswith("_mtp"):
+        if model is not None:
+            problem = f"{method} takes no model, got {model!r:.80}: the target brings the head"
+            raise ConfigError(f"speculative_config: {problem}", "speculative_config")
+        return {**changes, "speculate": "mtp"}
     if method in HEAD_DRAFTERS and isinstance(model, str):
         return {**changes, "speculate": str(method), "draft_model": model}
-    kinds = f"ngram, suffix, or with a model draft_model, {', '.join(HEAD_DRAFTERS)}"
+    kinds = "ngram, suffix or mtp, or with a model draft_model or eagle3"
     problem = f"method must be {kinds}, got {method!r}"
     if TRAINED_HEADS.search(str(method).lower()) and method not in HEAD_DRAFTERS:
         problem += ": this kind of head is not supported yet"

@@ -28,7 +28,7 @@ from foreword.kernels.ops import Ops
 from foreword.kernels.registry import native_unavailable_reason, select_backend
 from foreword.layers.lora import LoraLimits
 from foreword.models.decoder import Decoder
-from foreword.models.heads.head_loader import load_head, read_head_info
+from foreword.models.heads.head_loader import load_head, load_mtp_head, read_head_info
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.planning.hardware import HardwareInfo, hardware_info, probe_hardware
@@ -108,9 +108,14 @@ def _load_models(
     target = load_checkpoint(str(config.model), max_len, limits)
     if draft_model is None:
         return LoadedModels(target)
-    if head_method(Path(str(config.draft_model))) is not None:
-        options = (resolved.device, max_len, report, config.load_format == "dummy")
-        target.head = load_head(Path(str(config.draft_model)), target, ops, precision, *options)
+    path, target_path = Path(str(config.draft_model)), Path(str(config.model))
+    method, dummy = head_method(path, target_path), config.load_format == "dummy"
+    if method == "mtp":
+        options = (ops, precision, resolved.device, dummy, config.gguf_dequantize)
+        target.head = load_mtp_head(path, target, *options)
+    elif method is not None:
+        target.head = load_head(path, target, ops, precision, resolved.device, max_len, report, dummy)
+    if method is not None:
         return LoadedModels(target)
     draft_len = min(max_len, draft_model.context_len)
     return LoadedModels(target, load_checkpoint(str(config.draft_model), draft_len), draft_len)
@@ -120,9 +125,9 @@ def read_drafter_info(config: Config) -> ModelInfo | None:
     """The draft model or the trained head that `config` names. Raises ConfigError, CheckpointError."""
     if not config.runs_draft_model:
         return None
-    path = Path(str(config.draft_model))
-    if head_method(path) is not None:
-        return read_head_info(path, Path(str(config.model)), config.load_format == "dummy")
+    path, target_path = Path(str(config.draft_model)), Path(str(config.model))
+    if head_method(path, target_path) is not None:
+        return read_head_info(path, target_path, config.load_format == "dummy", config.gguf_dequantize)
     info = read_model_info(path, config.gguf_dequantize)
     if info.state_shapes:
         raise draft_model_with_states(info.architecture)

@@ -75,6 +75,7 @@ class LatentAttention:
         heads_v: PackedHeads,
         out: Linear,
         query_input: tuple[Linear, RMSNorm] | None = None,
+        first: int = 0,
     ) -> None:
         """query_input, if there is one, yields the input of `queries` [q_lora_rank]."""
         self._ops = ops
@@ -88,6 +89,7 @@ class LatentAttention:
         self._heads_v = heads_v  # [v_head_dim, L] each
         self._out = out
         self._query_input = query_input
+        self._first = first  # first position that is seen
 
     def __call__(
         self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None
@@ -111,8 +113,17 @@ class LatentAttention:
         )
         q = ops.linear_by_head(q[:, :num_nope].view(rows, heads, -1), self._heads_k, q_rope)
         metadata = context.attention_metadata
-        attended = ops.attention(q, cache, batch, self._scale, metadata=metadata)
+        attended = ops.attention(q, cache, batch, self._scale, metadata=metadata, first=self._first)
         return self._out(ops.linear_by_head(attended, self._heads_v).flatten(1), residual)
+
+    def write_kv(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> None:
+        """The cached vectors of x [T, H] alone."""
+        rows, rank = x.shape[0], self._shape.kv_lora_rank
+        compressed = self._latent(x)
+        latent = self._latent_norm(compressed[:, :rank]).view(rows, 1, rank)
+        rotation = context.cos_sin, context.positions, context.mrope_sections
+        key = self._ops.rope(compressed[:, rank:].view(rows, 1, -1), *rotation)
+        self._ops.write_kv(key, latent, cache, context.batch.slots)
 
     def _project_queries(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, Hq * qk_head_dim]"""

@@ -70,8 +70,8 @@ class Decoder(ABC):
             layer_weights = body.prefixed(f"layers.{index}.")
             builder = LayerBuilder(ops, config, precision, index, layer_weights, self.lora)
             self._layers.append(self.build_layer(builder))
-        self._norm = build_norm(ops, config, body, self.NORM)
-        self._head_norm = self._norm.scaled(config.logit_scale)
+        self.norm = build_norm(ops, config, body, self.NORM)
+        self._head_norm = self.norm.scaled(config.logit_scale)
         head = embedding
         if not config.tie_word_embeddings:
             outputs = {"lm_head": self.vocab_size}
@@ -104,7 +104,7 @@ class Decoder(ABC):
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
-        return self._norm(self._run_layers(batch, kv_cache))
+        return self.norm(self._run_layers(batch, kv_cache))
 
     def _run_layers(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Output of the last layer [T, H]"""
@@ -181,12 +181,17 @@ class Decoder(ABC):
         windows = dict.fromkeys(layer_type.window for layer_type in self._layer_types)
         metadata = {window: self.ops.build_attention_metadata(batch, window) for window in windows}
         return [
-            self._forward_context(batch, item, metadata[item.window], inputs) for item in self._layer_types
+            self.forward_context(batch, item, metadata[item.window], inputs) for item in self._layer_types
         ]
 
-    def _forward_context(
-        self, batch: Batch, layer_type: LayerType, metadata: AttentionMetadata, inputs: Tensor | None
+    def forward_context(
+        self,
+        batch: Batch,
+        layer_type: LayerType,
+        metadata: AttentionMetadata,
+        inputs: Tensor | None = None,
     ) -> ForwardContext:
+        """Inputs of the layers of one type; inputs: of per-layer embeddings."""
         sections = layer_type.rope.mrope_sections
         positions = batch.positions if sections is None else batch.mrope_positions
         assert positions is not None, "batch without M-RoPE positions"

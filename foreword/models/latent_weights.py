@@ -36,9 +36,14 @@ class MakeLinear(Protocol):
 
 
 def load_latent_attention(
-    ops: Ops, config: DecoderConfig, precision: Precision, weights: Weights, make_linear: MakeLinear
+    ops: Ops,
+    config: DecoderConfig,
+    precision: Precision,
+    weights: Weights,
+    make_linear: MakeLinear,
+    first: int = 0,
 ) -> LatentAttention:
-    """weights  of the attention of one layer"""
+    """weights  of the attention of one layer; first: as in Ops.attention"""
     shape, heads, hidden, bias = config.latent, config.num_heads, config.hidden_size, config.qkv_bias
     assert shape is not None
     rank, latent = shape.q_lora_rank, "kv_a_proj_with_mqa"
@@ -68,6 +73,7 @@ def load_latent_attention(
         heads_v,
         make_linear(weights, heads * shape.v_head_dim, {"o_proj": hidden}, config.out_bias),
         query_input,
+        first,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -49,13 +48,15 @@ class LayerBuilder:
         index: int,
         weights: Weights,
         lora: LoraLayers,
+        head_inputs: int | None = None,
     ) -> None:
-        """weights of layer `index`"""
+        """weights of layer `index`; head_inputs: of a trained head, width of its attention's input"""
         self.ops = ops
         self._lora = lora
         self._config = config
         self._precision = precision
         self._index = index
+        self._head_inputs = head_inputs
         self._weights = ScaledWeights(weights, config.row_scales) if config.row_scales else weights
 
     def has(self, name: str) -> bool:
@@ -90,14 +91,14 @@ class LayerBuilder:
         assert shape is not None
         return shape
 
-    def attention(
-        self, name: str, fused: str | None = None, out: str = "o_proj", head_inputs: int | None = None
-    ) -> Attention:
-        """`fused` names a projection with q, k and v; otherwise they are separate tensors.
+    @property
+    def _first_position(self) -> int:
+        """First position that attention sees; no hidden state comes before the first token of a head."""
+        return int(self._head_inputs is not None)
 
-        head_inputs  of a trained head: width of the attention's input
-        """
-        config, size = self._config, self._kv_shape.head_dim
+    def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
+        """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
+        config, size, head_inputs = self._config, self._kv_shape.head_dim, self._head_inputs
         q, kv = config.num_heads * size, self._kv_shape.heads * size
         orders: dict[str, Tensor] = {}
         if config.interleaved_rope:
@@ -111,8 +112,6 @@ class LayerBuilder:
             orders["q_proj"] = split_order((size, size), config.num_heads)
         weights = ReorderedWeights(self._weights.prefixed(f"{name}."), orders)
         attention = self._attention_config()
-        if head_inputs is not None:
-            attention = replace(attention, first=1)  # no hidden state comes before the first token
         outputs = {"q_proj": q * (1 + config.attn_gate)}
         if attention.has_kv:
             outputs |= {"k_proj": kv} if attention.k_eq_v else {"k_proj": kv, "v_proj": kv}
@@ -153,12 +152,14 @@ class LayerBuilder:
             has_kv=shape.source is None,
             k_eq_v=layer_type.k_eq_v,
             has_gate=config.attn_gate,
+            first=self._first_position,
         )
 
     def latent_attention(self, name: str) -> LatentAttention:
         """Multi-head latent attention."""
         weights, make_linear = self._weights.prefixed(f"{name}."), partial(self._linear, name)
-        return load_latent_attention(self.ops, self._config, self._precision, weights, make_linear)
+        options = self._config, self._precision, weights, make_linear, self._first_position
+        return load_latent_attention(self.ops, *options)
 
     def short_conv(self, name: str) -> ShortConv:
         """`in_proj` yields b, c and x; `conv.weight` is [H, 1, K]."""

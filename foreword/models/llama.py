@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from foreword.layers.attention import ForwardContext
+from foreword.core.batch import KVLayer
+from foreword.layers.attention import Attention, ForwardContext
+from foreword.layers.latent_attention import LatentAttention
 from foreword.layers.mlp import MLP, MoE, UngatedMLP
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config
@@ -38,6 +40,11 @@ class LlamaLayer:
         """x [T, H] -> [T, H]"""
         x = self._mixer(self._mixer_norm(x), context, cache, x)
         return self._mlp(self._mlp_norm(x), x)
+
+    def write_kv(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> None:
+        """K and V of x [T, H] alone, of the layer of a trained head."""
+        assert isinstance(self._mixer, Attention | LatentAttention)
+        self._mixer.write_kv(self._mixer_norm(x), context, cache)
 
 
 class Llama(Decoder):

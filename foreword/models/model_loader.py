@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -43,6 +44,7 @@ from foreword.weights.quantized.quantization_config import CONFIG_FILES, Quantiz
 from foreword.weights.quantized.quantized_weights import QuantizedWeights
 from foreword.weights.renamed_weights import HeadlessWeights, MultipartWeights
 from foreword.weights.safetensors_weights import SafetensorsWeights
+from foreword.weights.trained_heads import MTPNames, brings_mtp_head
 from foreword.weights.unsupported_families import describe_checkpoint
 
 VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
@@ -110,7 +112,10 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     check_tensor_types(file.gguf, gguf_dequantize)
     model = file.architecture(file.config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
     info = with_memory_info(model.info, file.gguf)
-    return replace(info, unused_parts=_describe_parts({MTP_HEAD: file.num_unused_values}))
+    if brings_mtp_head(path):
+        return info
+    num_values = sum(tensor.num_values for tensor in file.mtp_head.tensors.values())
+    return replace(info, unused_parts=_describe_parts({MTP_HEAD: num_values}))
 
 
 def read_shape(path: Path) -> Decoder:
@@ -120,6 +125,60 @@ def read_shape(path: Path) -> Decoder:
         file = _open_gguf(path)
         return file.architecture(file.config, *options)
     return _build_model(_read_config(path), *options)
+
+
+@dataclass(frozen=True, slots=True)
+class MTPWeights:
+    """Tensors of the MTP head in a checkpoint."""
+
+    names: MTPNames
+    weights: Weights
+    check_all_read: Callable[[], None]  # raises CheckpointError for tensors of the head that were not read
+    with_memory_info: Callable[[ModelInfo], ModelInfo]
+
+
+def open_mtp_weights(
+    path: Path,
+    gguf_dequantize: bool = False,
+    device_loader: DeviceLoader | None = None,
+    headers: bool = False,
+) -> MTPWeights:
+    """headers: names and shapes alone. Raises CheckpointError if no head is there that runs here."""
+    if is_gguf(path):
+        file = _open_gguf(path)
+        names = _mtp_names(file.config, path, gguf=True)
+        tensors = file.weights(gguf_dequantize, None, device_loader, mtp_head=True)
+        architecture = file.gguf.metadata["general.architecture"]
+        copies = {gguf_name(f"{prefix}weight", architecture) for prefix in names.copies}
+        return MTPWeights(
+            names,
+            HeaderWeights(tensors.lookup, tensors.has) if headers else tensors,
+            partial(tensors.check_all_read, copies),
+            partial(with_memory_info, gguf=file.mtp_head),
+        )
+    spec = _read_config(path)
+    names = _mtp_names(spec.config, path)
+    files = _open_files(path, spec, None, device_loader)
+    others = {name for name in files.names if not name.startswith(names.prefix)}
+    others |= {name for name in files.names if name.startswith(names.copies)}
+    return MTPWeights(
+        names,
+        HeaderWeights(files.check_shape, files.has) if headers else files,
+        partial(files.check_all_read, others),
+        files.with_memory_info if isinstance(files, QuantizedWeights) else _unchanged,
+    )
+
+
+def _unchanged(info: ModelInfo) -> ModelInfo:
+    return info
+
+
+def _mtp_names(config: DecoderConfig, path: Path, gguf: bool = False) -> MTPNames:
+    names = MTPNames.of_family(config.architecture, len(config.layer_types), gguf)
+    if names is None:
+        problem = f"has no MTP head that runs here: {config.architecture}"
+        raise CheckpointError(f"{path} {problem}", "speculate")
+    return names
 
 
 def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
@@ -299,7 +358,8 @@ def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
         return ()
     parts: dict[str, int] = {}
     for prefix, part in prefixes.items():
-        parts[part] = parts.get(part, 0) + files.count_values(prefix)
+        if part != MTP_HEAD or not brings_mtp_head(path):
+            parts[part] = parts.get(part, 0) + files.count_values(prefix)
     return _describe_parts(parts)
 
 
@@ -349,17 +409,19 @@ class _GGUFModel:
     architecture: type[Decoder]
     config: DecoderConfig
     gguf: GGUFFile  # without the tensors of an MTP head
-    num_unused_values: int  # of an MTP head
+    mtp_head: GGUFFile  # these alone
 
     def weights(
         self,
         allow_dequantize: bool,
         progress: Callable[[int, int], None] | None = None,
         device_loader: DeviceLoader | None = None,
+        mtp_head: bool = False,
     ) -> GGUFWeights:
         kv_heads = self.config.kv_shapes[0].heads
         heads, state = (self.config.num_heads, kv_heads), next(iter(self.config.state_shapes), None)
-        return GGUFWeights(self.gguf, heads, allow_dequantize, progress, device_loader, state)
+        gguf = self.mtp_head if mtp_head else self.gguf
+        return GGUFWeights(gguf, heads, allow_dequantize, progress, device_loader, state)
 
 
 def _open_gguf(path: Path) -> _GGUFModel:

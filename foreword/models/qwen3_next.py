@@ -27,6 +27,7 @@ from foreword.weights.config_reader import ConfigReader
 HEAD_DIM = 256
 ROTARY_FACTOR = 0.25
 INTERVAL = 4  # every n-th layer has attention
+MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 NAMES = ExpertNames(shared_gate="mlp.shared_expert_gate")
 
 
@@ -71,6 +72,8 @@ def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_siz
     shape = _read_state_shape(config)
     if base.activation != "silu":
         raise config.error("hidden_act", "must be silu here")
+    for key in MTP_KEYS:  # the files decide
+        config.get(key, None)
     shapes = tuple(None if has_attention else shape for has_attention in flags)
     return replace(base.with_states(shapes), attn_gate=True, norm_offset=1.0)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from foreword.errors import CheckpointError
-from foreword.weights.config_reader import read_json
+from foreword.weights.config_reader import ConfigReader, read_json, read_text_config
 from foreword.weights.gguf.header import is_gguf, open_gguf
 
 # Methods by `architectures` or `speculators_model_type` in config.json, and by the architecture of GGUF files
@@ -22,8 +24,54 @@ HEADS = MappingProxyType(
 )
 
 
-def head_method(path: Path) -> str | None:
-    """The drafter of the trained head in `path`; None: it is no head, or cannot be read."""
+QWEN_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+DEEPSEEK_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+MTP_GGUF_ARCHITECTURES = ("deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next")
+MTP_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+GGUF_NEEDED = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "attn_norm")
+ALIASES = MappingProxyType({"kimi_k2": "deepseek_v3"})
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
+
+
+@dataclass(frozen=True, slots=True)
+class MTPNames:
+    """Names of the tensors of an MTP head in a checkpoint."""
+
+    prefix: str  # of all
+    joint: str  # the projection of a pair: embedding, hidden state
+    embedding_norm: str
+    hidden_norm: str
+    layer: str  # prefix of the layer
+    norm: str  # before the output layer
+    copies: tuple[str, ...] = ()  # prefixes of the model's embedding and output layer once more
+
+    @classmethod
+    def of_family(cls, architecture: str, num_layers: int, gguf: bool = False) -> MTPNames | None:
+        """In checkpoints of a family, or by our names in its GGUF files. None: no head that runs here."""
+        if architecture in DEEPSEEK_FAMILIES or (gguf and architecture in QWEN_FAMILIES):
+            prefix = f"model.layers.{num_layers}."
+            copies = (f"{prefix}embed_tokens.", f"{prefix}shared_head.head.")
+            return cls(prefix, "eh_proj", "enorm", "hnorm", "", "shared_head.norm", copies)
+        if architecture in QWEN_FAMILIES:
+            norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
+            return cls("mtp.", "fc", *norms, "layers.0.", "norm")
+        return None
+
+    @property
+    def needed(self) -> set[str]:
+        """Some tensors of a head, without which it is not used: quantizers have left out parts."""
+        names = (self.joint, self.embedding_norm, self.hidden_norm, self.norm)
+        return {f"{self.prefix}{name}.weight" for name in (*names, f"{self.layer}input_layernorm")}
+
+
+def head_method(path: Path, target: Path | None = None) -> str | None:
+    """The drafter of the trained head in `path`; None: it is no head, or cannot be read.
+
+    The head in the checkpoint `target` itself is an MTP head.
+    """
+    if path == target:
+        return "mtp" if brings_mtp_head(path) else None
     try:
         if is_gguf(path):
             return HEADS.get(str(open_gguf(path).metadata.get("general.architecture")))
@@ -36,3 +84,51 @@ def head_method(path: Path) -> str | None:
         *(architectures if isinstance(architectures, list) else ()),
     ]
     return next((HEADS[name] for name in names if isinstance(name, str) and name in HEADS), None)
+
+
+def brings_mtp_head(path: Path) -> bool:
+    """Whether a checkpoint has an MTP head that runs here; False if it cannot be read.
+
+    Without files of weights, the config decides.
+    """
+    try:
+        return _gguf_brings_mtp_head(path) if is_gguf(path) else _folder_brings_mtp_head(path)
+    except (CheckpointError, OSError, ValueError, TypeError):
+        return False
+
+
+def _gguf_brings_mtp_head(path: Path) -> bool:
+    gguf = open_gguf(path)
+    architecture = str(gguf.metadata.get("general.architecture"))
+    counts = [
+        gguf.metadata.get(f"{architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers")
+    ]
+    if architecture not in MTP_GGUF_ARCHITECTURES or not all(
+        type(count) is int and count for count in counts
+    ):
+        return False
+    prefix = f"blk.{counts[0] - counts[1]}."
+    return {f"{prefix}{name}.weight" for name in GGUF_NEEDED} <= gguf.tensors.keys()
+
+
+def _folder_brings_mtp_head(path: Path) -> bool:
+    file = path / "config.json"
+    config = read_text_config(ConfigReader(read_json(file), str(file)))
+    family = str(config.get("model_type")).removesuffix("_text")
+    names = MTPNames.of_family(ALIASES.get(family, family), config.get_int("num_hidden_layers"))
+    if names is None or config.get("mtp_use_dedicated_embeddings", False):
+        return False
+    stored = _stored_names(path)
+    return names.needed <= stored if stored else any(config.get(key, 0) for key in MTP_COUNTS)
+
+
+def _stored_names(path: Path) -> set[str]:
+    """Names of the tensors in a checkpoint's safetensors files, by their index or their headers."""
+    if (path / INDEX_FILE).is_file():
+        return {*read_json(path / INDEX_FILE).get("weight_map", ())}
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            names |= {*json.loads(stream.read(min(size, MAX_HEADER_BYTES)))}
+    return names

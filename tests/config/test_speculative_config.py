@@ -19,6 +19,9 @@ from foreword.errors import ConfigError
         ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
         ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
         ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
+        ({"method": "mtp", "num_speculative_tokens": 2}, ("mtp", None, 2, 4)),
+        ({"method": "qwen3_next_mtp"}, ("mtp", None, None, 4)),
+        ({"method": "eagle3", "model": "head"}, ("eagle3", "head", None, 4)),
         ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
         ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, ("ngram", None, None, 4)),
@@ -47,8 +50,11 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"method": "eagle3"}', "or with a model draft_model, eagle3, got 'eagle3'"),
-        ('{"method": "deepseek_mtp", "model": "m"}', "this kind of head is not supported yet"),
+        ('{"method": "eagle3"}', "or with a model draft_model or eagle3, got 'eagle3'"),
+        (
+            '{"method": "deepseek_mtp", "model": "m"}',
+            "deepseek_mtp takes no model, got 'm': the target brings the head",
+        ),
         ('{"tree": 1}', "'tree'; known: method, model, num_speculative_tokens, prompt_lookup_min, "),
         (
             '{"rejection_sample_method": "synthetic"}',
@@ -59,7 +65,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
         ("[]", "must be a JSON object"),
         ('{"num_speculative_tokens": "5"}', "num_speculative_tokens must be int"),
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
-        ('{"method": "draft_model"}', "or with a model draft_model, eagle3, got 'draft_model'"),
+        ('{"method": "draft_model"}', "or with a model draft_model or eagle3, got 'draft_model'"),
     ],
 )
 def test_refused_speculative_config_names_the_accepted_values(text: str, part: str) -> None:

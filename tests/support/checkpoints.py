@@ -408,7 +408,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """float32 tensors of a checkpoint, by name."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: _scaled(name, torch.randn(shape, generator=generator), config)
+        name: scaled_weight(name, torch.randn(shape, generator=generator), config)
         for name, shape in shapes(config).items()
     }
 
@@ -425,7 +425,7 @@ def replace_by_mxfp4(tensors: dict[str, Tensor]) -> list[str]:
     return names
 
 
-def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
+def scaled_weight(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh a tied embedding, or every token would repeat itself."""
     constants = {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}
     for ending, constant in constants.items():

@@ -16,7 +16,8 @@ from foreword.config.drafters import DRAFTERS
 from tests.support.tool_checkpoint import WEATHER, call_bias, reasoning_bias
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
-DRAFTER_COLUMNS = (*DRAFTERS, "auto")
+# mtp is the drafter of eagle3 with another head: tests/test_exact_mtp.py
+DRAFTER_COLUMNS = (*(name for name in DRAFTERS if name != "mtp"), "auto")
 
 SCHEMA = {
     "type": "object",

@@ -86,6 +86,13 @@ DEFAULT_ROTARY_FACTORS = {
     "stablelm": 0.25,
 }
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+MTP_NAMES = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+    "mtp.layers.0.": "",
+}
 SHORT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Array = npt.NDArray[Any]
 Write = Callable[[gguf.GGUFWriter], None]
@@ -129,6 +136,7 @@ def write_gguf(
     )
     stored = load_file(checkpoint / "model.safetensors")
     stored = {name.replace("backbone.", "model."): tensor for name, tensor in stored.items()}
+    stored = {_mtp_name(name, config): tensor for name, tensor in stored.items()}
     tensors = stack_experts(stored, fuse_experts)
     if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
         tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
@@ -148,6 +156,15 @@ def write_gguf(
         more(writer)
     finish(writer)
     return path
+
+
+def _mtp_name(name: str, config: dict[str, Any]) -> str:
+    """Tensors of Qwen's MTP head by the names of DeepSeek's, which the converter gives them."""
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    for theirs, ours in MTP_NAMES.items():
+        if name.startswith(theirs):
+            return prefix + ours + name.removeprefix(theirs)
+    return name
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -175,7 +175,7 @@ def test_model_is_equal_mapped_and_copied(
         path = write_gguf(path, tmp_path / "model.gguf", kind)
     mapped = ForwardHelper(path).logits([1, 2, 3])
     monkeypatch.setattr(
-        model_loader, "_open_device_loader", lambda device: DeviceLoader("cpu", buffer_bytes=1000)
+        model_loader, "open_device_loader", lambda device: DeviceLoader("cpu", buffer_bytes=1000)
     )
     assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), mapped)
 
@@ -185,7 +185,7 @@ def test_threads_and_files_are_closed_after_loading(tmp_path: Path, monkeypatch:
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
     made: list[DeviceLoader] = []
     monkeypatch.setattr(
-        model_loader, "_open_device_loader", lambda device: made.append(DeviceLoader("cpu")) or made[0]
+        model_loader, "open_device_loader", lambda device: made.append(DeviceLoader("cpu")) or made[0]
     )
     with pytest.raises(CheckpointError, match="damaged"):
         load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)

@@ -135,10 +135,11 @@ class Eagle3:
         before = weights.num_parameters
         prefix = next((each for each in LAYER_PREFIXES if weights.has(f"{each}hidden_norm.weight")), None)
         body = weights.prefixed(prefix or LAYER_PREFIXES[0])
-        builder = LayerBuilder(ops, layer, precision, 0, body, LoraLayers(None, precision.dtype, device))
+        adapters = LoraLayers(None, precision.dtype, device)
+        builder = LayerBuilder(ops, layer, precision, 0, body, adapters, 2 * size)
         self._fc = self._load_fc(precision, weights)
         self._embedding_norm, self._hidden_norm = builder.norm("input_layernorm"), builder.norm("hidden_norm")
-        self._attention = builder.attention("self_attn", head_inputs=2 * size)
+        self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
         self._mlp = builder.feed_forward()
         self._norm = self._load_norm(weights, "norm", size)

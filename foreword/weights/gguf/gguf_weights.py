@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -241,6 +241,8 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",
+        **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+        **{f"shared_head.{name}": f"nextn.shared_head_{name}" for name in ("norm", "head")},
         "mlp.c_fc": "ffn_up",
         "mlp.c_proj": "ffn_down",
         "post_self_attn_layernorm": "post_attention_norm",
@@ -425,9 +427,9 @@ class GGUFWeights:
         """Size of all tensors."""
         return self._bytes_total
 
-    def check_all_read(self) -> None:
-        """Raises CheckpointError for tensors that were not read."""
-        left = sorted(self._gguf.tensors.keys() - self._read_names - set(ROPE_TENSORS))
+    def check_all_read(self, ignored: Collection[str] = ()) -> None:
+        """Raises CheckpointError for tensors that were neither read nor ignored."""
+        left = sorted(self._gguf.tensors.keys() - self._read_names - {*ROPE_TENSORS, *ignored})
         if left:
             raise unexpected_tensors_error(self._gguf.path, left)
         if self._progress is not None:

@@ -39,14 +39,14 @@ def read_num_layers(metadata: MetadataReader) -> int:
     return blocks - drafting
 
 
-def split_mtp_head(gguf: GGUFFile) -> tuple[GGUFFile, int]:
-    """The file without the blocks of an MTP head, and the values of those. Its config has been read."""
+def split_mtp_head(gguf: GGUFFile) -> tuple[GGUFFile, GGUFFile]:
+    """The file without the blocks of an MTP head, and with these alone. Its config has been read."""
     metadata = MetadataReader(gguf, gguf.metadata["general.architecture"])
     blocks = range(read_num_layers(metadata), metadata.get_int("block_count"))
     prefixes = tuple(f"blk.{block}." for block in blocks)
-    unused = {name: info for name, info in gguf.tensors.items() if name.startswith(prefixes)}
-    used = {name: info for name, info in gguf.tensors.items() if name not in unused}
-    return replace(gguf, tensors=used), sum(info.num_values for info in unused.values())
+    drafting = {name: info for name, info in gguf.tensors.items() if name.startswith(prefixes)}
+    others = {name: info for name, info in gguf.tensors.items() if name not in drafting}
+    return replace(gguf, tensors=others), replace(gguf, tensors=drafting)
 
 
 def read_kv_heads(metadata: MetadataReader) -> int:
