@@ -250,6 +250,10 @@ class Config:
     kv_cache_dir: str | None = scheduler_option(
         None, "directory where KV blocks are kept for later engines; they reveal prompts (default: none)"
     )
+    kv_cache_shared_memory: bool = scheduler_option(
+        False,
+        "keep the KV cache of a CPU engine in memory that the engine after a crash or reload takes over",
+    )
     kv_cache_disk: str = scheduler_option("20GiB", "limit of the files in --kv-cache-dir, of all engines")
 
     max_images: int = image_option(16, "maximum of images in one request", limits=(1, 1024))

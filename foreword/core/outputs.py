@@ -124,7 +124,7 @@ class KVDiskStats:
     """The disk tier of the KV cache, as totals since the engine started."""
 
     hit_tokens: int = 0  # whose KV was read
-    saved_seconds: float = 0.0  # expected time to compute them, less the time to read them
+    avoided_seconds: float = 0.0  # expected time to compute them
     read_bytes: int = 0
     read_seconds: float = 0.0
     written_bytes: int = 0
@@ -156,6 +156,7 @@ class StepStats:
     faults: Mapping[str, int] = field(default_factory=dict)  # errors of one request, by stage or "nonfinite"
     images_encoded_total: int = 0
     image_cache_hits_total: int = 0
+    adopted_tokens: int = 0  # whose KV the engine had at its start: the one before has left it in memory
     kv_disk: KVDiskStats | None = None  # None: there is no disk tier
     replica: str = ""  # id of the engine among the replicas of its model; empty: the only one
 

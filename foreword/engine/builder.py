@@ -68,6 +68,7 @@ from foreword.speculation.drafters.suffix import SuffixDrafter
 from foreword.speculation.engine_drafter import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter
 from foreword.speculation.proposer import Proposer
+from foreword.utils.mapped_memory import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class LoadedModels:
     target: Model
     draft_model: Model | None = None
     draft_model_len: int = 0  # context limit of the draft model
+    kv_memory: MemoryFile | None = None  # of the target's KV cache; None: private
 
 
 class EngineComponents:
@@ -181,6 +183,7 @@ class EngineComponents:
             getattr(torch, resolved.dtype),
             None if head is None else head.cache_shape,
             num_strips,
+            self._models.kv_memory if model is self._models.target else None,
         )
         return KVStorage(resolved.num_blocks, resolved.block_size, layers, *options)
 

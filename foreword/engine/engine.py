@@ -67,7 +67,9 @@ class Engine:
         self.draft_encoder = draft_encoder
         self.overlap = overlap
         self.adapters = adapters
-        self.prefix_loader: PrefixLoader | None = None  # of a disk tier; set by load()
+        # Set by load()
+        self.prefix_loader: PrefixLoader | None = None  # of a disk tier
+        self.num_adopted_tokens = 0  # whose KV the engine before has left in memory
         self.grammars = model_runner.grammars
         self.timer = model_runner.timer
         self.num_submitted = 0  # also the arrival number of the next request
@@ -454,6 +456,7 @@ class Engine:
             faults=faults,
             images_encoded_total=self.encoder.num_encoded,
             image_cache_hits_total=self.encoder.num_hits,
+            adopted_tokens=self.num_adopted_tokens,
             kv_disk=None if self.prefix_loader is None else self.prefix_loader.stats(),
         )
 

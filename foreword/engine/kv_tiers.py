@@ -1,11 +1,10 @@
-"""Memory below the KV cache: builds the disk tier of --kv-cache-dir."""
+"""What outlives an engine of its KV cache: files of --kv-cache-dir, memory of --kv-cache-shared-memory."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -18,8 +17,10 @@ from foreword.errors import ConfigError
 from foreword.kv_cache.block_files import DIGEST_BYTES, BlockFiles
 from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
 from foreword.kv_cache.prefix_loader import PrefixLoader
+from foreword.kv_cache.surviving_index import SurvivingIndex
 from foreword.models.model_loader import weight_files
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
+from foreword.utils.mapped_memory import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +46,27 @@ def make_prefix_loader(config: Config, engine: Engine, is_restart: bool) -> Pref
         return None
 
 
+def adopt_blocks(config: Config, engine: Engine, memory: MemoryFile) -> None:
+    """Index the whole blocks and anchors that the engine before has left, if it had the same namespace."""
+    scheduler = engine.scheduler
+    pools = (
+        [scheduler.pool] if scheduler.state_cache is None else [scheduler.pool, scheduler.state_cache.pool]
+    )
+    sizes = [pool.num_blocks for pool in pools]
+    namespace = _namespace(config, engine, (sizes, engine.model_runner.kv.nbytes))
+    counts = [SurvivingIndex(memory, pool, namespace).adopt() for pool in pools]
+    engine.num_adopted_tokens = counts[0] * scheduler.block_size
+    if counts[0]:
+        logger.info(
+            "engine: %d tokens of the KV cache are those of the engine before", engine.num_adopted_tokens
+        )
+
+
 def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     root, scheduler, kv = Path(str(config.kv_cache_dir)), engine.scheduler, engine.model_runner.kv
     states, images = scheduler.state_cache, kv.block_images()
     anchor_images = None if states is None else kv.anchor_images()
-    layouts = (kv.block_size, images.layout, anchor_images and (SEGMENT, anchor_images.layout))
-    models = [Path(str(config.model))]
-    if kv.head is not None:  # its memory is part of a block
-        models.append(Path(str(config.draft_model)))
-    namespace = _namespace(models, engine.info.fingerprint, layouts)
+    namespace = _namespace(config, engine)
     name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / f"{name}-{namespace.hex()}"
@@ -70,14 +83,18 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
 
 
-def _namespace(models: Sequence[Path], fingerprint: str, layouts: object) -> bytes:
+def _namespace(config: Config, engine: Engine, sizes: object = ()) -> bytes:
     """A hash of all that the bytes of a cached block depend on, besides its tokens.
 
     The fingerprint knows weights by samples, so times of their files are included: files outlive an edit.
     """
-    files = [file for model in models for file in weight_files(model)]
+    kv = engine.model_runner.kv
+    layouts = (kv.block_size, kv.block_images().layout, SEGMENT, kv.anchor_images().layout)
+    # A trained head's memory is part of a block
+    models = [config.model] if kv.head is None else [config.model, config.draft_model]
+    files = [file for model in models for file in weight_files(Path(str(model)))]
     times = [(file.name, file.stat().st_mtime_ns) for file in files]
-    facts = json.dumps((fingerprint, layouts, times))
+    facts = json.dumps((engine.info.fingerprint, layouts, times, sizes))
     return blake2b(facts.encode(), digest_size=DIGEST_BYTES, person=b"kv namespace").digest()
 
 

@@ -19,7 +19,7 @@ from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import compute_types, types_in_use
-from foreword.engine.kv_tiers import make_prefix_loader
+from foreword.engine.kv_tiers import adopt_blocks, make_prefix_loader
 from foreword.engine.memory_profiler import oom_message
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import load_library
@@ -38,6 +38,7 @@ from foreword.planning.resolve import ResolvedConfig, resolve
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.drafter import Drafter, DrafterContext
 from foreword.speculation.plugin import make_plugin
+from foreword.utils.mapped_memory import MemoryFile
 from foreword.weights.trained_heads import head_method
 from foreword.weights.unsupported_families import draft_model_with_states
 
@@ -53,11 +54,13 @@ def load(
     on_progress: OnLoadProgress | None = None,
     timings: MeasuredCosts | None = None,
     adapters: Sequence[AdapterInfo] | None = None,
+    kv_memory: MemoryFile | None = None,
 ) -> Engine:
     """Load the checkpoint directory `config.model` and build its engine.
 
     never_sampled_ids  ids without a token, and image placeholders: never sampled and never drafted
     resolved, timings, adapters  of the engine that this one replaces; None: resolve and measure
+    kv_memory  outlives the engine, and may have blocks of the one before; None: private memory
     Raises ConfigError or CheckpointError.
     """
     assert config.model is not None and config.speculative_config is None, "the config is not prepared"
@@ -78,8 +81,11 @@ def load(
         torch.set_num_threads(ops.num_torch_threads(chosen.threads))
         with builder.time_stage("weights"):
             models = _load_models(config, chosen, ops, draft_model, builder.report("weights"))
+        models = replace(models, kv_memory=kv_memory)
         engine = builder.build(models, target, draft_model, measure_memory=resolved is None)
         engine.prefix_loader = make_prefix_loader(config, engine, is_restart=resolved is not None)
+        if kv_memory is not None:
+            adopt_blocks(config, engine, kv_memory)
         return engine
     except (MemoryError, OSError, RuntimeError) as error:
         # Torch's CPU allocator raises a plain RuntimeError, and mmap() an OSError

@@ -24,7 +24,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.loader import describe_model, load
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import (
-    HEARTBEAT_FD,
+    SHARED_FDS,
     AdapterReply,
     AddImage,
     DescribeModels,
@@ -44,6 +44,7 @@ from foreword.errors import ConfigError, ForewordError, RequestFailed
 from foreword.planning.hardware import apply_placement
 from foreword.planning.memory_plan import ModelDescription
 from foreword.utils.logging import log_model, set_up_logging
+from foreword.utils.mapped_memory import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ def main(fd: int, prepare: Callable[[Engine], None] = lambda engine: None) -> in
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
     faulthandler.enable()  # a stack trace of crashes in native code
     try:
-        with _receive_heartbeat_page(fd) as page, Connection(fd) as connection:
-            return _run(connection, page, prepare)
+        page, kv_memory = _receive_shared(fd)
+        with page, Connection(fd) as connection:
+            return _run(connection, page, kv_memory, prepare)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the client hung up
     except Exception:
@@ -67,19 +69,24 @@ def main(fd: int, prepare: Callable[[Engine], None] = lambda engine: None) -> in
         return 1
 
 
-def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
-    """Receive the page that the client sends before all messages."""
+def _receive_shared(fd: int) -> tuple[HeartbeatPage, MemoryFile | None]:
+    """Receive what the client shares before all messages."""
     with socket.socket(fileno=fd) as ours:
         try:
-            message, fds, _, _ = socket.recv_fds(ours, len(HEARTBEAT_FD), 1)
+            message, fds, _, _ = socket.recv_fds(ours, len(SHARED_FDS), 2)
         finally:
             ours.detach()
     if not message:
         raise EOFError
-    return HeartbeatPage(fds[0])
+    return HeartbeatPage(fds[0]), MemoryFile(fds[1]) if len(fds) > 1 else None
 
 
-def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
+def _run(
+    connection: Connection,
+    page: HeartbeatPage,
+    kv_memory: MemoryFile | None,
+    prepare: Callable[[Engine], None],
+) -> int:
     page.start()
     init: Init | DescribeModels = connection.recv()
     if isinstance(init, DescribeModels):
@@ -93,7 +100,7 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
 
     try:
         apply_placement(init.config)
-        restored = (init.resolved, on_progress, init.timings, init.adapters)
+        restored = (init.resolved, on_progress, init.timings, init.adapters, kv_memory)
         engine = load(init.config, init.never_sampled_ids, *restored)
     except ConnectionError:  # the client hung up
         raise

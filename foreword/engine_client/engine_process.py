@@ -25,7 +25,7 @@ from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import PendingCalls, is_last
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import HeartbeatPage, read_proc_stat
-from foreword.engine_client.messages import HEARTBEAT_FD, AddImage, DropImage, RemoveRequest
+from foreword.engine_client.messages import SHARED_FDS, AddImage, DropImage, RemoveRequest
 from foreword.errors import ConfigError, EngineDead, RequestFailed
 from foreword.utils.threads import run_in_own_thread
 
@@ -51,6 +51,22 @@ class SendFailed:
     error: Exception
 
 
+class KVMemory:
+    """A file in memory for the KV cache of successive engines, empty until the first has sized it."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self.fd = os.memfd_create("foreword-kv-cache", os.MFD_CLOEXEC)
+
+    def clear(self) -> None:
+        """Begin with an empty file: an engine that cannot be killed may still write to the old one."""
+        self.close()
+        self.fd = os.memfd_create("foreword-kv-cache", os.MFD_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 class EngineProcess:
     """One engine over a socket pair. A thread writes, so the event loop never waits; it reads itself.
 
@@ -70,6 +86,7 @@ class EngineProcess:
         self.ready_s = float("inf")  # time.monotonic() when it became ready
         self.has_vocabulary = False
         self.exit_reason: str | None = None
+        self.exit_code: int | None = None  # negative for a signal; None: unknown, or it has not ended
         self._is_reaping = self._is_reaped = False
         self._on_message = on_message  # called in the event loop
         self._socket = sock
@@ -82,14 +99,17 @@ class EngineProcess:
 
     @classmethod
     async def launch(
-        cls, fork_server: ForkServer, on_message: Callable[[EngineProcess, Any], None]
+        cls,
+        fork_server: ForkServer,
+        on_message: Callable[[EngineProcess, Any], None],
+        kv_memory: KVMemory | None = None,
     ) -> EngineProcess:
         """Start a process. Raises ConfigError."""
         with contextlib.ExitStack() as stack:
             try:
                 ours, theirs = map(stack.enter_context, socket.socketpair())
                 page = stack.enter_context(HeartbeatPage.create())
-                socket.send_fds(ours, [HEARTBEAT_FD], [page.fd])
+                socket.send_fds(ours, [SHARED_FDS], [page.fd, *([] if kv_memory is None else [kv_memory.fd])])
                 pid = await fork_server.spawn(theirs.fileno())
             except OSError as error:
                 raise ConfigError(f"the engine process could not be started: {error}") from error
@@ -124,7 +144,7 @@ class EngineProcess:
         if code is None:
             self._kill()
             code = await self._wait_killed(fork_server)
-        self._is_reaped = True
+        self._is_reaped, self.exit_code = True, code
         await run_in_own_thread(self._writer.join)
         self._loop.remove_reader(self._socket)
         self._socket.close()

@@ -11,7 +11,8 @@ from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 
-HEARTBEAT_FD = b"b"  # precedes all messages; the HeartbeatPage's file descriptor is sent along
+# Precedes all messages, with the file descriptors of the HeartbeatPage and, if there is one, of the KVMemory.
+SHARED_FDS = b"b"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
@@ -21,7 +22,7 @@ from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
 from foreword.engine_client.crash_policy import RestartPolicy
-from foreword.engine_client.engine_process import EngineProcess, ProcessSession, SendFailed
+from foreword.engine_client.engine_process import EngineProcess, KVMemory, ProcessSession, SendFailed
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
 from foreword.engine_client.messages import (
@@ -81,6 +82,7 @@ class ProcessClient:
         self._reloaded: EngineProcess | None = None  # killed by reload()
         self._is_drain_skipped = False
         self._adapters: dict[str, AdapterInfo] = {}  # by digest; engines that replace this one load them too
+        self._kv_memory = KVMemory() if config.kv_cache_shared_memory else None
         self._num_threads: int | None = None  # argument of set_threads()
         self._state_changed = asyncio.Event()  # the engine serves again, or is gone
         self._tasks: list[asyncio.Task[None]] = []
@@ -131,6 +133,8 @@ class ProcessClient:
             force = self._is_drain_skipped or not self._health.ready
             await self._session.process.close(self._fork_server, force)
             self._session.close(EngineDead("the engine was shut down"))
+        if self._kv_memory is not None:
+            self._kv_memory.close()
 
     def skip_drain(self) -> None:
         self._is_drain_skipped = True
@@ -238,7 +242,11 @@ class ProcessClient:
         """Start a process and wait until it has loaded. Raises ConfigError or CheckpointError."""
         self._ready = asyncio.get_running_loop().create_future()
         self._load_progress, self._health = None, EngineHealth()
-        process = await EngineProcess.launch(self._fork_server, self._on_message)
+        ended, memory = self._session, self._kv_memory
+        if memory is not None and ended is not None and not self._has_whole_blocks(ended.process):
+            logger.warning("client: the KV cache in memory may be damaged: it is dropped")
+            memory.clear()
+        process = await EngineProcess.launch(self._fork_server, self._on_message, memory)
         self._session = ProcessSession(process, self._vocabulary)
         process.send(replace(self._init_message(), log_model=log_model.get()))
         self._tasks = [task for task in self._tasks if not task.done()]
@@ -354,6 +362,13 @@ class ProcessClient:
         last = replace(stats, step=stats.step + 1, stage_seconds={}, drafter_errors=errors)
         self._callbacks.on_step(last)
         return plugin.name
+
+    def _has_whole_blocks(self, ended: EngineProcess) -> bool:
+        """Whether the engine ended from outside, not by a fault of its own, which may have written anywhere.
+
+        Nor are blocks kept that engines have crashed on repeatedly.
+        """
+        return ended.exit_code in (0, -signal.SIGKILL) and not self._restart_policy.needs_probe
 
     def _may_restart(self, process: EngineProcess, had_requests: bool) -> bool:
         healthy_s = process.heartbeat.read().healthy_until_s - process.ready_s

@@ -23,9 +23,9 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         # Since the last pop_changes(): gained digests (True) and lost ones (False); None: not recorded
         self._changes: dict[bytes, bool] | None = None
-        # Called with content that the index has gained, and its block, or lost
+        # Called with content that the index has gained or lost, and its block
         self.on_gained: list[Callable[[bytes, int], None]] = []
-        self.on_lost: list[Callable[[bytes], None]] = []
+        self.on_lost: list[Callable[[bytes, int], None]] = []
 
     @property
     def num_free(self) -> int:
@@ -41,6 +41,13 @@ class BlockPool:
         self.invalidate([block])
         self._ref_counts[block] = 1
         return block
+
+    def adopt(self, block: int, digest: bytes) -> None:
+        """Index a free block that has this content already."""
+        del self._free[block]
+        self._ref_counts[block] = 1
+        self.publish(block, digest)
+        self.release([block])
 
     def acquire(self, digest: bytes) -> int | None:
         """Add a reference to the block with this content; None if no block has it."""
@@ -114,7 +121,7 @@ class BlockPool:
                 del self._block_of[digest]
                 self._record(digest, False)
                 for on_lost in self.on_lost:
-                    on_lost(digest)
+                    on_lost(digest, block)
 
     def touch(self, digests: Iterable[bytes]) -> None:
         """Make the blocks with this content the most recently used."""

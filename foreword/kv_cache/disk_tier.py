@@ -53,7 +53,7 @@ class PooledFiles:
         self.queued: dict[bytes, QueuedWrite] = {}  # to be written, as long as the pool has them
         pool.on_lost.append(self._on_lost)
 
-    def _on_lost(self, digest: bytes) -> None:
+    def _on_lost(self, digest: bytes, block: int) -> None:
         self.queued.pop(digest, None)
 
 
@@ -172,11 +172,11 @@ class DiskTier:
         counts = self._counts
         return counts.read_seconds / counts.read_bytes * num_bytes if counts.read_bytes else 0.0
 
-    def stats(self, hit_tokens: int, saved_seconds: float) -> KVDiskStats:
+    def stats(self, hit_tokens: int, avoided_seconds: float) -> KVDiskStats:
         counts = self._counts
         return KVDiskStats(
             hit_tokens,
-            saved_seconds,
+            avoided_seconds,
             counts.read_bytes,
             counts.read_seconds,
             counts.written_bytes,

@@ -37,7 +37,7 @@ class PrefixLoader:
     ) -> None:
         self.tier = tier
         self.hit_tokens = 0
-        self.saved_seconds = 0.0  # computing the tokens that were read, less reading them
+        self.avoided_seconds = 0.0  # expected time to compute these tokens
         self._blocks = blocks
         self._anchors = anchors
         self._prefix_cache = prefix_cache
@@ -81,7 +81,7 @@ class PrefixLoader:
         self.tier.progress.clear()
 
     def stats(self) -> KVDiskStats:
-        return self.tier.stats(self.hit_tokens, self.saved_seconds)
+        return self.tier.stats(self.hit_tokens, self.avoided_seconds)
 
     def close(self) -> None:
         self.tier.close()
@@ -149,11 +149,10 @@ class PrefixLoader:
             pool.release([block])
             if pooled is self._blocks:
                 self.hit_tokens += self._prefix_cache.block_size
-                self.saved_seconds += self._prefix_cache.block_size * self._row_seconds
+                self.avoided_seconds += self._prefix_cache.block_size * self._row_seconds
         return not is_done or bool(job.images)
 
     def _end(self, job: ReadJob) -> None:
-        self.saved_seconds -= job.seconds
         for state, other in list(self._jobs.values()):
             if other is job:
                 self._blocks.pool.touch(state.block_hashes)

@@ -33,7 +33,7 @@ class StateCache:
         # Called with the content of an anchor that stays in the index, and the anchor
         self.on_kept: Callable[[bytes, int], None] = lambda digest, anchor: None
 
-    def on_block_lost(self, digest: bytes) -> None:
+    def on_block_lost(self, digest: bytes, block: int) -> None:
         """A block is no longer cached: without it, the anchor at its end is of no use."""
         self.pool.drop(digest)
 

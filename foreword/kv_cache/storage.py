@@ -20,7 +20,7 @@ from foreword.core.batch import (
     StateLayer,
 )
 from foreword.core.states import NO_STATES, StateShape, StateSizes
-from foreword.utils.mapped_memory import HugePages
+from foreword.utils.mapped_memory import HugePages, MemoryFile
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
@@ -43,12 +43,13 @@ class KVStorage:
         state_dtype: torch.dtype = torch.float32,  # that of activations
         head: HeadShape | None = None,
         num_draft_blocks: int = 0,  # of the head, after those of the target
+        memory: MemoryFile | None = None,  # of the host, shared with later engines; None: private
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self._memory = HugePages()
+        self._memory = memory or HugePages()
         slots = (num_blocks + 1) * block_size
         stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
         self._layers: list[LayerCache] = []

@@ -187,6 +187,17 @@ CATALOG = (
     ),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _counter(
+        "kv_adopted_tokens_total", "Tokens of KV that engines took over from the memory of the one before."
+    ),
+    _counter("kv_disk_hit_tokens_total", "Tokens whose KV was read from disk; cache hits include them."),
+    _counter("kv_disk_bytes_total", "Bytes of KV that were read from disk or written to it.", "direction"),
+    _counter("kv_disk_seconds_total", "Time to read and write them, in the background.", "direction"),
+    _counter(
+        "kv_disk_avoided_seconds_total", "Time that computing the tokens read would have taken, expected."
+    ),
+    _counter("kv_disk_refused_files_total", "Files that were damaged or missing, by reason.", "reason"),
+    _counter("kv_disk_lost_writes_total", "Blocks that were not written, by reason.", "reason"),
     _counter("preemptions_total", "Requests preempted to free KV blocks."),
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
     Metric(

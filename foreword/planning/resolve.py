@@ -283,6 +283,8 @@ def _check_device(config: Config, hardware: HardwareInfo) -> None:
     """Raises ConfigError for data types, and a cache on disk, that the device does not support."""
     if hardware.device == "cuda" and config.kv_cache_dir is not None:
         raise ConfigError("kv_cache_dir needs --device cpu: a GPU's KV cache is not kept", "kv_cache_dir")
+    if hardware.device == "cuda" and config.kv_cache_shared_memory:
+        raise ConfigError("kv_cache_shared_memory needs --device cpu", "kv_cache_shared_memory")
     if hardware.device == "cpu" and config.quantization == "fp8":
         hint = "on a CPU int8 or int4 would work"
         raise ConfigError(f"quantization fp8 needs an NVIDIA GPU; {hint}", "quantization")

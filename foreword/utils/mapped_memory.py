@@ -5,8 +5,10 @@ Pages of a mapped file count as memory of the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import weakref
 
 import torch
@@ -35,6 +37,29 @@ def release_pages(address: int, num_bytes: int) -> None:
         if 0 <= start < len(mapping):
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             mapping.madvise(mmap.MADV_DONTNEED, first, min(start + num_bytes, len(mapping)) - first)
+
+
+class MemoryFile:
+    """Allocates tensors from a file in memory. A later process that allocates the same finds their content.
+
+    New memory is zeroed. The file lives as long as a descriptor or a mapping of it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._end = 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], aligned to a page. Raises OSError."""
+        start, size = self._end, -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._end += size
+        if os.fstat(self._fd).st_size < self._end:
+            os.ftruncate(self._fd, self._end)
+        memory = mmap.mmap(self._fd, size, offset=start)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # not for shared memory, unless shmem_enabled allows it
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 class HugePages:

@@ -100,7 +100,7 @@ def test_expected_start_error_is_one_line(
     client, engine = Pipe()
     client.send(Init(Config(), ()))
     page: Any = SimpleNamespace(start=lambda: None)
-    assert engine_process._run(engine, page, lambda engine: None) == 1
+    assert engine_process._run(engine, page, None, lambda engine: None) == 1
     failure = client.recv()
     assert isinstance(failure, EngineStartFailed) and isinstance(failure.error, ConfigError | CheckpointError)
     assert re.search(message, str(failure.error))

@@ -13,7 +13,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -94,21 +96,25 @@ async def test_answers_survive_killed_engines(
     assert caplog.text.count("signal 9") == times
 
 
+KEPT_FAMILIES = ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))
+
+
 @pytest.mark.parametrize(
-    ("family", "is_kept"),
+    ("family", "tier"),
     [
-        *((family, False) for family in KILLED_FAMILIES),
-        *((family, True) for family in ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))),
+        *((family, "none") for family in KILLED_FAMILIES),
+        *((family, tier) for family in KEPT_FAMILIES for tier in ("disk", "memory")),
     ],
 )
 async def test_long_answers_with_a_drafter_survive_killed_engines(
-    fork_server: ForkServer, tmp_path: Path, family: str, is_kept: bool
+    fork_server: ForkServer, tmp_path: Path, family: str, tier: str
 ) -> None:
     """Layers with state, latent attention, shared K and V; prompts and answers longer than a segment.
 
-    Some prompts have a common start; blocks are perhaps on disk.
+    Some prompts have a common start; blocks perhaps outlive the engines.
     """
-    options = {"kv_cache_dir": str(tmp_path / "kv")} if is_kept else {}
+    options: dict[str, Any] = {"disk": {"kv_cache_dir": str(tmp_path / "kv")}}.get(tier, {})
+    options["kv_cache_shared_memory"] = tier == "memory"
     model = write_checkpoint(tmp_path / "model", family, seed=6, tie_word_embeddings=False)
     drafter = write_related_drafter(tmp_path / "drafter", model)
     options |= {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed"}
@@ -130,6 +136,31 @@ async def test_long_answers_with_a_drafter_survive_killed_engines(
         assert await answers("kills", killer) == expected and len(killer.killed) == 2
         assert all(len(hashes) == 70 for _, hashes in expected.values())
         assert len(events) < 4 * 70, "no draft was accepted"
+        assert (process_of(client).stats.adopted_tokens > 0) == (tier == "memory")
+    finally:
+        await client.close()
+
+
+async def test_memory_of_an_engine_that_crashed_by_itself_is_dropped(
+    checkpoint: Path, fork_server: ForkServer
+) -> None:
+    """A fault may have written anywhere; a kill from outside has not."""
+
+    def is_restarted(before: int) -> bool:
+        return client.readiness.restarts > before and client.readiness.is_ready
+
+    client = make_client(checkpoint, fork_server, kv_cache_shared_memory=True)
+    await client.start()
+    try:
+        prompt = list(range(5, 105))
+        expected = await collect_answers(client, [make_request("a", prompt)])
+        for number, is_adopted in [(signal.SIGKILL, True), (signal.SIGSEGV, False), (signal.SIGKILL, True)]:
+            restarts = client.readiness.restarts
+            os.kill(pid_of(client), number)
+            await wait_until_async(partial(is_restarted, restarts))
+            answers = await collect_answers(client, [make_request(name := f"after {restarts}", prompt)])
+            assert answers[name].token_ids == expected["a"].token_ids
+            assert (process_of(client).stats.adopted_tokens > 0) == is_adopted
     finally:
         await client.close()
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.core.finish import Repetition
-from foreword.core.outputs import DraftingStats, DraftResult, StepStats, TokenEvent, truncate
+from foreword.core.outputs import DraftingStats, DraftResult, KVDiskStats, StepStats, TokenEvent, truncate
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
@@ -314,6 +314,22 @@ def test_steps_set_gauges_and_add_deltas(recorder: MetricsRecorder) -> None:
     assert series["preemptions_total",] == 1
     assert series["step_seconds_count", "forward"] == 1
     assert series["spec_drafter_errors_total", "ngram"] == 1
+
+
+def test_disk_tier_is_counted_through_restarts(recorder: MetricsRecorder) -> None:
+    recorder.on_step(StepStats(step=1, kv_disk=KVDiskStats(64, 2.0, 100, 0.5, 200, 0.25, 1, 2, {"size": 3})))
+    recorder.on_step(StepStats(step=2, kv_disk=KVDiskStats(64, 2.0, 100, 0.5, 300, 0.5, 1, 2, {"size": 3})))
+    recorder.on_restart("signal 9")
+    recorder.on_step(StepStats(step=1, adopted_tokens=160, kv_disk=KVDiskStats(16, refused={"checksum": 1})))
+    series = scrape(recorder)
+    assert series["kv_adopted_tokens_total",] == 160
+    assert series["kv_disk_hit_tokens_total",] == 80 and series["kv_disk_avoided_seconds_total",] == 2.0
+    assert series["kv_disk_bytes_total", "read"] == 100 and series["kv_disk_bytes_total", "write"] == 300
+    assert series["kv_disk_seconds_total", "read"] == series["kv_disk_seconds_total", "write"] == 0.5
+    assert series["kv_disk_refused_files_total", "size"] == 3
+    assert series["kv_disk_refused_files_total", "checksum"] == 1
+    assert series["kv_disk_lost_writes_total", "error"] == 1
+    assert series["kv_disk_lost_writes_total", "queue"] == 2
 
 
 @pytest.mark.parametrize("again", [2, 9])
