@@ -114,6 +114,17 @@ ALLOWED = {
         "tokenizer",
         "utils",
     },
+    "training": {
+        "config",
+        "core",
+        "engine.loader",
+        "errors",
+        "kernels",
+        "kv_cache",
+        "llm",
+        "models",
+        "planning",
+    },
     "server": {
         "chat_formats",
         "config",

@@ -37,6 +37,7 @@ from foreword.cli.flags import (
     add_env_arguments,
     add_run_batch_arguments,
     add_serve_arguments,
+    add_train_head_arguments,
 )
 from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
@@ -78,6 +79,13 @@ COMMANDS = (
     Subcommand("generate", "foreword.cli.generate", "print one answer", "loading"),
     Subcommand(
         "run-batch", "foreword.cli.run_batch", "answer a file of requests", "loading", add_run_batch_arguments
+    ),
+    Subcommand(
+        "train-head",
+        "foreword.cli.train_head",
+        "train an EAGLE-3 head, which drafts, for a model",
+        "loading",
+        add_train_head_arguments,
     ),
     Subcommand("top", "foreword.cli.top", "show models, load, acceptance and usage of a running server", ""),
     Subcommand("keys", "foreword.cli.keys", "create, limit, list and revoke API keys; their usage", ""),

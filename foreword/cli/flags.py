@@ -258,6 +258,47 @@ def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser)
 
 
+# Flags of `train-head`: name, type, default, help. Fields of AnswerOptions, TrainingOptions and Eagle3Shape.
+TRAIN_HEAD_FLAGS: Mapping[str, Sequence[tuple[str, Any, Any, str]]] = {
+    "answers": (
+        ("max_tokens", int, 512, "longest answer in tokens"),
+        ("temperature", float, 0.0, "of answers; 0 takes the likeliest token"),
+    ),
+    "training": (
+        ("epochs", int, 3, "how often each answer is learned"),
+        ("batch_tokens", int, 4096, "tokens of a step, with padding"),
+        ("max_length", int, 2048, "tokens of an answer with its prompt; the rest is cut"),
+        ("ttt_steps", int, 3, "passes of training-time test, 1 to 7: longer chains cost more"),
+        ("loss_decay", float, 0.8, "weight of each further pass in the loss"),
+        ("learning_rate", float, 1.0, "factor of the learning rates"),
+        ("train_dtype", str, "auto", "matrix products in float32 or bfloat16; auto: what the hardware has"),
+    ),
+    "head": (
+        ("draft_vocab_size", int, 32000, "the most frequent tokens, which the head predicts"),
+        ("aux_layers", str, None, "layers whose input it reads, such as 2,16,29 (default: three of them)"),
+        ("intermediate_size", int, None, "of its MLP (default: the model's)"),
+        ("num_attention_heads", int, None, "of its layer (default: the model's)"),
+        ("num_key_value_heads", int, None, "of its layer (default: the model's)"),
+        ("head_dtype", str, "bfloat16", "type of the weights in the file: bfloat16 or float32"),
+    ),
+}
+
+
+def add_train_head_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
+    parser.add_argument("data", metavar="DATA", help="JSONL: messages, a prompt or a text in each line")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="the head; the same command continues a run"
+    )
+    for title, flags in TRAIN_HEAD_FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in flags:
+            help_ = text if default is None else f"{text} (default: {default})"
+            metavar = METAVARS[kind.__name__]
+            group.add_argument(flag(name), type=kind, default=default, metavar=metavar, help=help_)
+    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
+
+
 def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -104,10 +104,22 @@ class Decoder(ABC):
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
-        return self.norm(self._run_layers(batch, kv_cache))
+        return self.norm(self._run_layers(batch, kv_cache)[0])
 
-    def _run_layers(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Output of the last layer [T, H]"""
+    def forward_taps(
+        self, batch: Batch, kv_cache: KVCache, layers: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
+        """The residual stream [T, H] entering each of these layers, and the hidden states of logits() [T, H].
+
+        The number of layers means the last one's output. Not within compile().
+        """
+        output, streams = self._run_layers(batch, kv_cache, layers)
+        return streams, self._head_norm(output)
+
+    def _run_layers(
+        self, batch: Batch, kv_cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output of the last layer [T, H], and the residual streams [T, H] entering the layers `taps`."""
         self.lora.batch = batch
         x = self._embedding(batch.token_ids)
         features = batch.image_features
@@ -115,18 +127,18 @@ class Decoder(ABC):
             values = features.values[:, : self.config.hidden_size]
             self.ops.scatter_rows(x, features.rows, values * self.config.input_scale)
         contexts = self._forward_contexts(batch, x)
-        taps = frozenset(self.head.taps) if self.head is not None else frozenset()
-        embeddings, tapped = x, {0: x}
+        head_taps = () if self.head is None else self.head.taps
+        wanted, streams = {*head_taps, *taps}, {0: x}
         for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, contexts[type_index], kv_cache.layer(index))
             if features is not None:
                 self._add_deepstack(x, features, index + 1)
-            if index + 1 in taps:
-                tapped[index + 1] = x
+            if index + 1 in wanted:
+                streams[index + 1] = x
         if self.head is not None:
             assert kv_cache.head is not None, "a KV cache without memory of the head"
-            self.head.commit(batch, embeddings, [tapped[tap] for tap in self.head.taps], kv_cache.head)
-        return x
+            self.head.commit(batch, streams[0], [streams[tap] for tap in head_taps], kv_cache.head)
+        return x, [streams[tap] for tap in taps]
 
     def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
         """Add the vision encoder's features of inner blocks after the first layers (DeepStack)."""
@@ -136,7 +148,7 @@ class Decoder(ABC):
             rows = self.ops.index_rows(x, features.rows)
             self.ops.scatter_rows(x, features.rows, self.ops.add(rows, values.contiguous()))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the head's norm, [R, H] -> float32 [R, V]"""
         logits = self.lm_head(hidden)
         cap = self.config.logit_softcap
@@ -146,8 +158,8 @@ class Decoder(ABC):
         """Compile the layers and the logits of sampled rows, float32 [R, V], valid until the next call."""
 
         def sampled_logits(batch: Batch) -> Tensor:
-            hidden = self._head_norm(self._run_layers(batch, kv_cache))
-            return self._logits(self.ops.index_rows(hidden, batch.sample_rows))
+            hidden = self._head_norm(self._run_layers(batch, kv_cache)[0])
+            return self.logits(self.ops.index_rows(hidden, batch.sample_rows))
 
         return self._compile(sampled_logits)
 

@@ -229,6 +229,7 @@ WRONG_WORDS = [
     ["serve", "--api-key-file", "/nowhere/keys.yaml"],
     ["check", "./nowhere"],
     ["run-batch"],
+    ["train-head"],
     ["env", "--x"],
 ]
 
