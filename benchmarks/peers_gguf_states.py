@@ -78,6 +78,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = Mapping
         "deepseek2, softmax": ("deepseek_v2", {**LATENT, "topk_method": "greedy"}, {}),
         "deepseek2, groups": ("deepseek_v3", LATENT, {}),
         "deepseek2, GLM": ("glm4_moe_lite", {**LATENT, "rms_norm_eps": 1e-5}, {}),
+        "ernie4_5-moe": ("ernie4_5_moe", {"intermediate_size": 192}, {}),
+        "exaone": ("exaone", {"rope_scaling": ...}, {}),
         "lfm2": ("lfm2", LFM2, {}),
         "lfm2moe": ("lfm2_moe", {**LFM2, "num_dense_layers": 2, "routed_scaling_factor": 1.0}, {}),
     }

@@ -210,10 +210,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
         "qwen35": QWEN35,
         "deepseek-r1-qwen": QWEN2,
         "gpt-2": PreTokenizerConfig(gpt2_pattern=True),
+        "exaone4": PreTokenizerConfig(gpt2_pattern=True),
         "smollm": DIGITS_FIRST,
         "starcoder": DIGITS_FIRST,
         "refact": DIGITS_FIRST,
         "command-r": DIGITS_FIRST,
+        "exaone": DIGITS_FIRST,
         "dbrx": PreTokenizerConfig((CL100K,)),
         "glm4": PreTokenizerConfig((CL100K,)),
         "chatglm-bpe": PreTokenizerConfig((CL100K,)),
@@ -227,6 +229,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
         "gpt-4o": PreTokenizerConfig((O200K,)),
         "tekken": PreTokenizerConfig((TEKKEN,), ignore_merges=True, add_bos=True),
         "deepseek-v3": PreTokenizerConfig(DEEPSEEK_V3),
+        "hunyuan-dense": PreTokenizerConfig(DEEPSEEK_V3),
         "deepseek-coder": PreTokenizerConfig(DEEPSEEK_CODER, split_digits=True),
     }
 )

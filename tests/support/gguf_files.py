@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
@@ -61,9 +62,21 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe")
+EXAONE_NAMES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.h.": "model.layers.",
+    "transformer.ln_f": "model.norm",
+    "attn.attention.out_proj": "self_attn.o_proj",
+    "attn.attention": "self_attn",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "c_fc_0": "gate_proj",
+    "c_fc_1": "up_proj",
+    "c_proj": "down_proj",
+}
 # Families without an architecture of files, or with one that is not supported
 NO_GGUF_FAMILIES = (
-    *("apertus", "bailing_moe", "cohere2_moe", "ernie4_5_moe", "exaone", "exaone_moe", "glm", "granite_swa"),
+    *("apertus", "bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
     *("mellum", "ministral", "mistral4", "phi", "solar_open"),
 )
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
@@ -137,6 +150,8 @@ def write_gguf(
     stored = load_file(checkpoint / "model.safetensors")
     stored = {name.replace("backbone.", "model."): tensor for name, tensor in stored.items()}
     stored = {_mtp_name(name, config): tensor for name, tensor in stored.items()}
+    if config["model_type"] == "exaone":
+        stored = {_llama_name(name): tensor for name, tensor in stored.items()}
     tensors = stack_experts(stored, fuse_experts)
     if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
         tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
@@ -164,6 +179,13 @@ def _mtp_name(name: str, config: dict[str, Any]) -> str:
     for theirs, ours in MTP_NAMES.items():
         if name.startswith(theirs):
             return prefix + ours + name.removeprefix(theirs)
+    return name
+
+
+def _llama_name(name: str) -> str:
+    """EXAONE's names of tensors"""
+    for old, new in EXAONE_NAMES.items():
+        name = name.replace(old, new)
     return name
 
 
@@ -396,9 +418,9 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     if family == "cohere2":
         keys["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     if family in MOE_FAMILIES and family != "nemotron_h":
-        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         keys["expert_count"] = next(config[key] for key in counts if key in config)
-        used = config["moe_topk"] if "moe_topk" in config else config["num_experts_per_tok"]
+        used = next(config[key] for key in ("moe_topk", "moe_k", "num_experts_per_tok") if key in config)
         keys["expert_used_count"] = used[0] if isinstance(used, list) else used
         keys["expert_feed_forward_length"] = config.get("moe_intermediate_size")
         shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -417,6 +439,13 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
             "leading_dense_block_count": config["first_k_dense_replace"],
+        }
+    if family == "ernie4_5_moe":
+        keys |= {
+            "leading_dense_block_count": config["moe_layer_start_index"],
+            "interleave_moe_layer_step": 1,
+            "expert_shared_count": config["moe_num_shared_experts"],
+            "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
         }
     if family == "minimax_m2":
         keys["expert_gating_func"] = 2

@@ -64,6 +64,7 @@ def llama3_divisors(head_dim: int) -> list[float]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"routed_scaling_factor": 1.0},  # no other in files
     "dots1": {"sliding_window": None},
+    "exaone": {"rope_scaling": ...},
 }
 # Family, options of the checkpoint, keys of the file beyond the usual, further tensors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {

@@ -131,6 +131,7 @@ SHARED_EXPERTS = ("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "
 SCORE_BIASES = (  # without ".bias"
     *("feed_forward.expert", "mlp.gate.expert"),
     *("mlp.gate.e_score_correction", "block_sparse_moe.e_score_correction"),
+    "mlp.moe_statics.e_score_correction",
 )
 EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts", "experts")
 EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(

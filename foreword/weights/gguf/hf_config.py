@@ -16,6 +16,7 @@ from foreword.weights.gguf.latent_config import (
     SIGMOID_GATING,
     SOFTMAX_GATING,
     check_latent_heads,
+    ernie_expert_options,
     expert_group_options,
     has_score_bias,
     latent_expert_options,
@@ -56,6 +57,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "dots1": "dots1",
         "deepseek2": "deepseek_v2",  # deepseek_v3 if experts are chosen with a bias
         "ernie4_5": "ernie4_5",
+        "ernie4_5-moe": "ernie4_5_moe",
+        "exaone": "llama",  # which it is under the names of files
         "exaone4": "exaone4",
         "falcon-h1": "falcon_h1",
         "gemma": "gemma",
@@ -117,6 +120,8 @@ BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cohere2": {"attention_bias": "attn_q"},
         "command-r": {"attention_bias": "attn_q"},
         "ernie4_5": {"use_bias": "attn_q"},
+        "ernie4_5-moe": {"use_bias": "attn_q"},
+        "exaone": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "falcon-h1": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "glm4": {"attention_bias": "attn_q"},
         "glm4moe": {"attention_bias": "attn_q"},
@@ -145,7 +150,7 @@ NORM_OPTION_ARCHITECTURES = ("lfm2moe", "olmoe", "qwen2moe", "qwen3moe", "qwen3n
 SHARED_EXPERT_ARCHITECTURES = ("qwen2moe", "qwen35moe", "qwen3next")  # in all layers
 MOE_ARCHITECTURES = (
     *LATENT_ARCHITECTURES,
-    *("gpt-oss", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe"),
+    *("ernie4_5-moe", "gpt-oss", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe"),
     *ROUTED_ARCHITECTURES,
     *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
 )
@@ -403,6 +408,8 @@ def _expert_options(metadata: MetadataReader) -> Options:
     metadata.require_value("expert_gating_func", gating)
     if name in ROUTED_ARCHITECTURES:
         return options | _routed_options(metadata)
+    if name == "ernie4_5-moe":
+        return ernie_expert_options(metadata, count, used)
     renormalizes = name not in ("olmoe", "qwen2moe")
     metadata.require_value("expert_weights_norm", renormalizes)
     metadata.require_value("expert_weights_scale", 1.0)

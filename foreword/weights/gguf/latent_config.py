@@ -97,6 +97,23 @@ def read_num_shared_experts(metadata: MetadataReader, size: int) -> int:
     return count
 
 
+def ernie_expert_options(metadata: MetadataReader, count: int, used: int) -> dict[str, Any]:
+    """Of ernie4_5-moe, whose options have names of their own; the size of shared experts is the tensors'."""
+    size, first = metadata.get_int("expert_feed_forward_length"), read_num_dense_layers(metadata)
+    shared = read_num_shared_experts(metadata, size)
+    metadata.ignore("expert_shared_feed_forward_length")  # the converter derives it from other sizes
+    for key, value in (("expert_weights_norm", True), ("expert_weights_scale", 1.0)):
+        metadata.require_value(key, value)
+    metadata.require_value("interleave_moe_layer_step", 1)
+    return {
+        "moe_num_experts": count,
+        "moe_k": used,
+        "moe_intermediate_size": size,
+        "moe_num_shared_experts": shared,
+        "moe_layer_start_index": first,
+    }
+
+
 def expert_group_options(metadata: MetadataReader) -> dict[str, Any]:
     """Groups of experts, and how many of them a row chooses from."""
     count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")

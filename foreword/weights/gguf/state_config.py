@@ -105,7 +105,7 @@ def _read_recurrent_layers(metadata: MetadataReader) -> list[bool]:
 
 def read_num_dense_layers(metadata: MetadataReader) -> int:
     """First layers with an MLP instead of experts."""
-    if metadata.architecture not in ("deepseek2", "lfm2moe", *ROUTED_ARCHITECTURES):
+    if metadata.architecture not in ("deepseek2", "ernie4_5-moe", "lfm2moe", *ROUTED_ARCHITECTURES):
         return 0
     count, num_layers = metadata.get_int(DENSE_LAYERS, 0, low=0), read_num_layers(metadata)
     for layer, name in ((count - 1, "ffn_up"), (count, "ffn_gate_inp")):
