@@ -131,8 +131,8 @@ def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: 
         dtype=_training_dtype(args.train_dtype, target.device),
         seed=config.seed or 0,
     )
-    answers, held_out = split_held_out(file.answers(options.max_len), options.seed)
     vocab_size = target.model.vocab_size
+    answers, held_out = split_held_out(file.answers(options.max_len, vocab_size), options.seed)
     draft_ids = choose_draft_vocabulary(answers, vocab_size, args.draft_vocab_size)
     torch.manual_seed(options.seed)
     head = Eagle3DraftModel(_head_shape(args, target, len(draft_ids)), torch.tensor(draft_ids))
@@ -149,8 +149,13 @@ def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: 
     say(f"draft vocabulary: {len(draft_ids)} of {vocab_size} tokens, {covered:.1%} of the held-out answers")
     trainer.train(REPORT_S, EVALUATE_S, lambda progress: say(_progress_line(progress)))
     name, architectures = str(config.model or DEFAULT_MODEL), _architectures(resolve_paths(config))
-    write_head(folder, head, name, architectures, getattr(torch, args.head_dtype))
-    size = (folder / "model.safetensors").stat().st_size
+    try:
+        write_head(folder, head, name, architectures, getattr(torch, args.head_dtype))
+        size = (folder / "model.safetensors").stat().st_size
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror or error}; the same command goes on", "output"
+        ) from None
     say(f"{folder}: EAGLE-3 head for {name}, {size / 1e6:.1f} MB; held out: {_describe(trainer.measure())}")
     say(f"foreword serve {name} --draft-model {folder}")
 

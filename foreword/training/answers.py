@@ -125,47 +125,61 @@ class AnswersFile:
 
     def __init__(self, path: Path, options: AnswerOptions) -> None:
         self._path = path
-        header = asdict(options)
-        lines = _whole_lines(path)
-        try:
-            records = [json.loads(line) for line in lines]
-            old = records[0] if records else header
-            self._records: list[dict[str, Any]] = records[1:]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{path} holds a line that is no answer ({error}): remove it", "output"
-            ) from None
+        self._answers: list[Answer | str] = []  # or why there is none
+        header, lines = asdict(options), _whole_lines(path)
+        if not lines:
+            self._write([header])
+            return
+        old, *records = map(self._parse, range(1, len(lines) + 1), lines)
         changed = [name for name, value in header.items() if old.get(name) != value]
         if changed:
             was = ", ".join(f"{name} {old.get(name)!r:.80}" for name in changed)
             raise ConfigError(f"{path} was made with {was}: choose another --output or remove it", "output")
-        if not records:
-            self._write([header])
+        for number, record in enumerate(records, 2):
+            try:
+                self._answers.append(_read_record(record))
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise self._error(number, error) from None
 
     @property
     def num_done(self) -> int:
         """Prompts that are answered or skipped."""
-        return len(self._records)
+        return len(self._answers)
 
     @property
     def skipped(self) -> list[str]:
         """Reasons of prompts without an answer."""
-        return [record["skipped"] for record in self._records if "skipped" in record]
+        return [reason for reason in self._answers if isinstance(reason, str)]
 
     def append(self, records: Sequence[dict[str, Any]]) -> None:
         """Add answers: {"prompt": ids, "answer": ids}, or {"skipped": reason}."""
         self._write(records)
-        self._records += records
+        self._answers += map(_read_record, records)
 
-    def answers(self, max_len: int) -> list[Answer]:
+    def answers(self, max_len: int, vocab_size: int) -> list[Answer]:
         """The answers, cut after `max_len` tokens; without those that are empty then."""
         answers = []
-        for record in self._records:
-            if "skipped" not in record:
-                ids = np.array([*record["prompt"], *record["answer"]][:max_len], np.int32)
-                if len(ids) > max(len(record["prompt"]), 1):
-                    answers.append(Answer(ids, max(len(record["prompt"]), 1)))
+        for number, answer in enumerate(self._answers, 2):
+            if isinstance(answer, str):
+                continue
+            ids = answer.token_ids[:max_len]
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise self._error(number, f"token ids must be from 0 to {vocab_size - 1}")
+            if len(ids) > answer.num_prompt:
+                answers.append(replace(answer, token_ids=ids))
         return answers
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._error(number, error) from None
+        if not isinstance(record, dict):
+            raise self._error(number, "no object")
+        return record
+
+    def _error(self, number: int, problem: object) -> ConfigError:
+        return ConfigError(f"{self._path}, line {number} is no answer ({problem}): remove the file", "output")
 
     def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
@@ -173,9 +187,15 @@ class AnswersFile:
             with self._path.open("ab") as file:
                 file.write(text.encode())
         except OSError as error:
-            raise ConfigError(
-                f"{self._path} cannot be written: {error.strerror or error}", "output"
-            ) from None
+            problem = f"{self._path} cannot be written: {error.strerror or error}"
+            raise ConfigError(f"{problem}; the same command goes on", "output") from None
+
+
+def _read_record(record: Mapping[str, Any]) -> Answer | str:
+    if "skipped" in record:
+        return str(record["skipped"])
+    ids = np.array([*record["prompt"], *record["answer"]], np.int32)
+    return Answer(ids, max(len(record["prompt"]), 1))
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -249,24 +249,30 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self._checkpoint)
+        try:
+            torch.save(state, partial)
+            partial.replace(self._checkpoint)
+        except (OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
+            problem = f"{self._checkpoint} cannot be written: {error}"
+            raise ConfigError(f"{problem}; the same command goes on", "output") from None
 
     def _load(self) -> None:
+        """Raises ConfigError."""
         try:
             state: dict[str, Any] = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
             origin = state["origin"]
             changed = [name for name, value in self._origin.items() if origin.get(name) != value]
-        except Exception as error:
+            if not changed:
+                self.head.load_state_dict(state["head"])
+                for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(values)
+                self.step = int(state["step"])
+        except Exception as error:  # torch raises many kinds
             raise ConfigError(f"{self._checkpoint} is no checkpoint of training: {error}", "output") from None
         if changed:
             was = ", ".join(f"{name} {origin.get(name)!r:.80}" for name in changed)
             problem = f"{self._checkpoint} was made with {was}: choose another --output or remove it"
             raise ConfigError(problem, "output")
-        self.head.load_state_dict(state["head"])
-        for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        self.step = int(state["step"])
 
     def _compute(self, answers: Sequence[Answer]) -> TrainingBatch:
         return self._target.compute(answers, self.head.shape.aux_layers, self.head.draft_ids)
@@ -275,6 +281,9 @@ class Trainer:
         """Take one step of the optimizers and return the loss."""
         with self._autocast():
             loss = training_loss(self.head, batch, self.options.ttt_steps, self.options.loss_decay)
+        if not loss.isfinite():
+            problem = f"the loss is not finite at step {self.step + 1}: try a smaller --learning-rate"
+            raise ConfigError(f"{problem} in another --output", "learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), GRADIENT_NORM)
         progress = self.step / self.num_steps

@@ -17,7 +17,7 @@ from foreword.training.answers import (
     choose_draft_vocabulary,
     read_prompts,
 )
-from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}
 LONG = "word " * 100
@@ -91,7 +91,7 @@ def test_a_stopped_run_goes_on_with_the_same_answers(llm: LLM, tmp_path: Path) -
     assert again.num_done == 4
     assert list(answer_prompts(llm, prompts, again, chosen, batch_size=4)) == [8, 9]
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
-    answers = again.answers(max_len=100)
+    answers = again.answers(100, VOCAB_SIZE)
     assert len({answer.token_ids.tobytes() for answer in answers}) > 3, "seeds differ by line"
     ids = llm.tokenizer.encode("the dog")
     assert answers[2].token_ids.tolist() == list(ids) and answers[2].num_prompt == 1
@@ -101,7 +101,10 @@ def test_answers_are_those_of_the_engine(llm: LLM, tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"messages": [USER]})
     chosen, file = options(data), AnswersFile(tmp_path / "out", options(data))
     list(answer_prompts(llm, read_prompts(data), file, chosen, batch_size=1))
-    (answer,), (output,) = file.answers(1000), llm.chat([USER], SamplingParams(temperature=0, max_tokens=8))
+    (answer,), (output,) = (
+        file.answers(1000, VOCAB_SIZE),
+        llm.chat([USER], SamplingParams(temperature=0, max_tokens=8)),
+    )
     assert answer.token_ids[answer.num_prompt :].tolist() == list(output.token_ids)
     assert answer.token_ids[: answer.num_prompt].tolist() == list(output.prompt_token_ids)
 
@@ -112,7 +115,7 @@ def test_prompts_that_do_not_fit_are_skipped_with_their_line(llm: LLM, tmp_path:
     assert list(answer_prompts(llm, read_prompts(data), file, chosen, batch_size=3)) == [3]
     (reason,) = file.skipped
     assert reason.startswith("line 2: ") and "context" in reason
-    assert len(file.answers(100)) == 2
+    assert len(file.answers(100, VOCAB_SIZE)) == 2
 
 
 def test_answers_of_other_options_are_refused(tmp_path: Path) -> None:
@@ -121,9 +124,29 @@ def test_answers_of_other_options_are_refused(tmp_path: Path) -> None:
     AnswersFile(tmp_path / "out", options(data))
     with pytest.raises(ConfigError, match=r"was made with temperature 0\.0: choose another --output"):
         AnswersFile(tmp_path / "out", options(data, temperature=0.5))
-    (tmp_path / "out").write_text("not json\n")
-    with pytest.raises(ConfigError, match="no answer"):
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"prompt":[1],"answer":["a"]}', '{"prompt":[1],"answer":[1e99]}']
+)
+def test_lines_that_are_no_answers_are_named(tmp_path: Path, line: str) -> None:
+    data = write(tmp_path / "data", {"prompt": "a"})
+    AnswersFile(tmp_path / "out", options(data)).append([{"prompt": [1], "answer": [2]}])
+    with (tmp_path / "out").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match="line 3 is no answer"):
         AnswersFile(tmp_path / "out", options(data))
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path, token_id: int) -> None:
+    data = write(tmp_path / "data", {"prompt": "a"})
+    file = AnswersFile(tmp_path / "out", options(data))
+    file.append([{"prompt": [1], "answer": [2, token_id]}])
+    with pytest.raises(
+        ConfigError, match=f"line 2 is no answer .token ids must be from 0 to {VOCAB_SIZE - 1}"
+    ):
+        file.answers(100, VOCAB_SIZE)
 
 
 def test_answers_are_cut_and_empty_ones_left_out(tmp_path: Path) -> None:
@@ -131,7 +154,9 @@ def test_answers_are_cut_and_empty_ones_left_out(tmp_path: Path) -> None:
     file = AnswersFile(tmp_path / "out", options(data))
     file.append([{"prompt": [1, 2], "answer": [3, EOS]}, {"prompt": [1, 2, 3], "answer": [4]}])
     file.append([{"prompt": [1], "answer": []}])
-    assert [(each.token_ids.tolist(), each.num_prompt) for each in file.answers(3)] == [([1, 2, 3], 2)]
+    assert [(each.token_ids.tolist(), each.num_prompt) for each in file.answers(3, VOCAB_SIZE)] == [
+        ([1, 2, 3], 2)
+    ]
 
 
 def test_draft_vocabulary_has_the_most_frequent_tokens_of_answers() -> None:

@@ -194,3 +194,13 @@ def test_checkpoints_of_other_options_are_refused(target: TargetModel, tmp_path:
     path.write_bytes(b"torn")
     with pytest.raises(ConfigError, match="no checkpoint of training"):
         make_trainer(target, path, held_out)
+
+
+def test_a_run_that_cannot_go_on_says_why(target: TargetModel, tmp_path: Path) -> None:
+    trainer = make_trainer(target, tmp_path / "nowhere" / "head.pt", make_answers(2))
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; the same command goes on"):
+        trainer.save()
+    with torch.no_grad():
+        trainer.head.fc.weight[0, 0] = float("inf")
+    with pytest.raises(ConfigError, match="the loss is not finite at step 1: try a smaller --learning-rate"):
+        trainer.train(0, 1e9, lambda progress: None)
