@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -12,7 +13,8 @@ from foreword import LLM, SamplingParams, demo
 from foreword.chat_formats.tools import Tool
 from foreword.cli.chat_tools import TOOLS
 from foreword.tokenizer.chat_template import ChatTemplate
-from training import corpus, evaluate, everyday, faq, page, stories, tasks, tool_tasks
+from foreword.training.answers import read_prompts
+from training import corpus, evaluate, everyday, faq, page, prompts, stories, tasks, tool_tasks
 from training.tokenizer import CHAT_TEMPLATE
 
 TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
@@ -72,6 +74,24 @@ def test_edits_on_one_line_have_no_second() -> None:
 def test_faq_answers_are_short() -> None:
     assert len(page.answers()) >= 30
     assert all(len(answer.split()) <= 50 for answer in page.answers().values())
+
+
+def test_prompts_for_a_head_are_valid_and_not_held_out(tmp_path: Path) -> None:
+    lines = list(prompts.prompt_lines(300, seed=4))
+    assert lines == list(prompts.prompt_lines(400, seed=4))[:300]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = read_prompts(file)
+    assert {prompt.field for prompt in read} == {"messages", "prompt"}
+    assert all(prompt.value[-1]["role"] == "user" for prompt in read if prompt.field == "messages")
+    tests = {
+        sample.prompt
+        for kind in corpus.KINDS
+        if kind != "greeting"
+        for sample in corpus.test_samples(kind, 30)
+    }
+    asked = {line["messages"][0]["content"] if "messages" in line else line["prompt"] for line in lines}
+    assert tests.isdisjoint(asked)
 
 
 def test_json_answers_are_json() -> None:
