@@ -20,6 +20,7 @@ from PIL import Image
 from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.heads import train_head
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
 from tests.test_exact import acceptance, check_acceptance, differing, make_llm, outputs_of, pairwise
 
@@ -27,7 +28,10 @@ MAX_MODEL_LEN = 239  # one below a block boundary
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "family": tuple(VISION_FAMILIES),
-    "speculate": ("off", "ngram", "suffix", "reads", "sees", "replay 0", "replay 0.3", "replay 1", "auto"),
+    "speculate": (
+        *("off", "ngram", "suffix", "reads", "sees", "eagle3"),
+        *("replay 0", "replay 0.3", "replay 1", "auto"),
+    ),
     "draft_length": ("fixed", "adaptive"),
     "concurrent": (1, 7),
     "cache": ("ample", "small"),
@@ -39,7 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 PLAIN = {name: values[0] for name, values in SETTINGS.items()}
 PAIRS = pairwise(SETTINGS) if is_full() else []
 CROWDED = PLAIN | {"concurrent": 7, "cache": "small", "prefix_caching": True, "chunk": 7}
-QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "sees")]
+QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "sees", "eagle3")]
 SIZES = ((40, 30), (97, 13), (9, 71), (64, 64), (33, 50))  # (width, height)
 TEXT = 0  # text in PROMPTS; images are numbered from 1
 PROMPTS: tuple[tuple[int, ...], ...] = (
@@ -108,10 +112,12 @@ class Models:
     reads: Path
     sees: Path
     recording: Path
+    head: Path
     plain: list[dict[str, Any]]
 
     def drafter(self, method: str) -> Path | None:
-        return {"reads": self.reads, "sees": self.sees, "auto": self.sees}.get(method)
+        paths = {"reads": self.reads, "sees": self.sees, "auto": self.sees, "eagle3": self.head}
+        return paths.get(method)
 
 
 def load(models: Models, combination: dict[str, Any]) -> LLM:
@@ -139,7 +145,7 @@ def make_models(name: str, path: Path) -> Models:
         path / "sees", name, seed=1, dtype="bfloat16"
     )  # rounded: agrees often, not always
     recording = path / "recording.jsonl"
-    models = Models(model, reads, sees, recording, [])
+    models = Models(model, reads, sees, recording, path / "head", [])
     outputs = load(models, PLAIN).generate(*requests())
     lines = [
         {"prompt_token_ids": output.prompt_token_ids, "seed": choice.seed, "token_ids": choice.token_ids}
@@ -147,6 +153,8 @@ def make_models(name: str, path: Path) -> Models:
         for choice in output.outputs
     ]
     recording.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in lines]
+    train_head(models.head, model, texts, steps=60)
     return replace(models, plain=outputs_of(outputs))
 
 

@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     write_related_drafter,
 )
 from tests.support.gguf_files import NO_GGUF_FAMILIES, write_gguf
+from tests.support.heads import write_random_head
 from tests.support.lora_files import ATTENTION, LINEAR, STATES, write_adapter
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
@@ -134,7 +135,7 @@ def test_random_setting_equals_plain_decoding(seed: int, tmp_path: Path) -> None
     setting = {name: chance.choice(values) for name, values in SETTINGS.items()}
     setting |= {"speculate": chance.choice(SPECULATE)}
     _, plain = answers(model, drafter, None, PLAIN, **options, **lora)
-    _, actual = answers(
-        model, drafter, None, setting, **options | {"threads": 3 - options["threads"]}, **lora
-    )
+    head = write_random_head(tmp_path / "head", tmp_path / "model")
+    other = {**options, "threads": 3 - options["threads"], "head": head}
+    _, actual = answers(model, drafter, None, setting, **other, **lora)
     assert actual == plain, (family, model, options, lora, setting)

@@ -25,6 +25,7 @@ from tests.support.checkpoints import EOS, STATE_FAMILIES, write_checkpoint, wri
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.engines import load_engine, make_request, run
 from tests.support.fault_injection import Fault, FaultInjector
+from tests.support.heads import write_random_head
 
 MAX_MODEL_LEN = 640
 EDGES = (-1, 0, 1, 17)  # tokens after a multiple of SEGMENT
@@ -99,11 +100,12 @@ def random_wave(chance: random.Random, wave: int, known: Sequence[Sequence[int]]
     return requests
 
 
-def random_options(chance: random.Random, drafter: Path) -> dict[str, Any]:
-    method = chance.choice(("off", "ngram", "suffix", "suffix,draft", "draft"))
+def random_options(chance: random.Random, drafter: Path, head: Path) -> dict[str, Any]:
+    method = chance.choice(("off", "ngram", "suffix", "suffix,draft", "draft", "eagle3", "suffix,eagle3"))
+    draft_model = head if "eagle3" in method else drafter if "draft" in method else None
     return {
         "speculate": method,
-        "draft_model": str(drafter) if "draft" in method else None,
+        "draft_model": draft_model and str(draft_model),
         "num_speculative_tokens": chance.choice((1, 4, 16, 64)),
         "max_num_seqs": chance.choice((2, 6)),
         "max_num_batched_tokens": chance.choice((24, 100, 400)),
@@ -118,7 +120,7 @@ def check_waves(model: Path, drafter: Path, seed: int, num_waves: int = 3) -> in
     chance = random.Random(seed)
     precision = chance.choice(PRECISIONS)
     isa = {"cpu_isa": chance.choice(supported_isas()) if is_full() else FORCED_ISA}
-    options = random_options(chance, drafter) | precision | isa
+    options = random_options(chance, drafter, drafter.parent / "head") | precision | isa
     common: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, **precision, **isa}
     plain = load_engine(model, **PLAIN, **common, prefix_caching=False)
     engine = load_engine(model, **common | options)
@@ -140,6 +142,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model, and a Llama that drafts for it."""
     path = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(path / "model", request.param, seed=6, max_position_embeddings=MAX_MODEL_LEN)
+    write_random_head(path / "head", model)
     return model, write_related_drafter(path / "drafter", model)
 
 

@@ -24,7 +24,15 @@ from foreword.engine.engine import Engine
 from foreword.kv_cache import block_files, disk_tier
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from tests.support.checkpoints import write_checkpoint
-from tests.support.engines import load_engine, make_request, run, token_hashes
+from tests.support.engines import (
+    load_engine,
+    make_request,
+    run,
+    token_hashes,
+    tokens_of,
+    verified_drafts,
+)
+from tests.support.heads import train_head, write_random_head
 from tests.support.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {
@@ -44,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolution": ("lfm2", {}),
     "delta rule": ("qwen3_5_text", {}),
     "mamba": ("granitemoehybrid", {}),
+    "trained head": ("llama", {"speculate": "eagle3", "num_speculative_tokens": 3}),
 }
 Answers = dict[str, list[tuple[int, int]]]
 
@@ -104,6 +113,8 @@ def test_answers_are_equal_with_blocks_from_disk(case: str, tmp_path: Path) -> N
     family, options = CASES[case]
     checkpoint = write_checkpoint(tmp_path / "model", family, seed=3)
     requests = conversations(seed=len(case))
+    if options.get("speculate") == "eagle3":
+        options = {**options, "draft_model": str(write_random_head(tmp_path / "head", checkpoint))}
     expected = answers_of(load_engine(checkpoint, **OPTIONS, **options), requests)
     stored = {**options, "kv_cache_dir": str(tmp_path / "kv")}
     small = load_engine(checkpoint, **SMALL, **stored)
@@ -235,6 +246,26 @@ def test_another_checkpoint_of_the_same_name_finds_nothing(
     engine = load_engine(copy, **options)
     assert answers_of(engine, requests) == {requests[0].id: expected[requests[0].id]}
     assert not disk_stats(engine).hit_tokens
+
+
+def test_another_head_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """A block has the memory of its head too, which drafts as if it had computed the prompt itself."""
+    request = make_request("one", [(7 * i) % 240 for i in range(300)], temperature=0.0, max_tokens=30)
+    text = [*request.prompt_ids, *tokens_of(run(load_engine(checkpoint, **OPTIONS), [request])["one"])]
+    trained = train_head(tmp_path / "trained", checkpoint, [text[200:]], steps=60)
+    other = write_random_head(tmp_path / "other", checkpoint)
+    figures = []
+    for head, store in ((trained, None), (trained, "kv"), (trained, "kv"), (other, "kv")):
+        options = {**OPTIONS, "draft_model": str(head), "speculate": "eagle3", "num_speculative_tokens": 3}
+        engine = load_engine(checkpoint, **options, kv_cache_dir=store and str(tmp_path / store))
+        drafts = verified_drafts(run(engine, [request])["one"])
+        wait_written(engine)
+        engine.close()
+        figures.append((store is not None and disk_stats(engine).hit_tokens > 250, drafts))
+    drafts = figures[0][1]
+    assert sum(accepted for _, accepted in drafts) > 0
+    assert figures[:3] == [(False, drafts), (False, drafts), (True, drafts)]
+    assert not figures[3][0] and figures[3][1] != drafts
 
 
 def test_another_salt_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.support.client_answers import (
     last_event,
     make_client,
 )
+from tests.support.heads import write_random_head
 from tests.support.lora_files import write_adapter
 from tests.support.waiting import stop_process, wait_until_async
 
@@ -46,7 +47,10 @@ def make_replicas(checkpoint: Path, fork_server: ForkServer, **options: Any) -> 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def client(checkpoint: Path, fork_server: ForkServer) -> AsyncIterator[EngineRouter]:
-    client = make_replicas(checkpoint, fork_server, replicas=3)
+    """Drafts from a trained head, whose memory each replica makes anew."""
+    head = write_random_head(checkpoint.parent / "head", checkpoint)
+    options = {"draft_model": str(head), "speculate": "eagle3,suffix"}
+    client = make_replicas(checkpoint, fork_server, replicas=3, **options)
     await client.start()
     yield client
     await client.close()

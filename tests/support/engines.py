@@ -85,6 +85,12 @@ def tokens_of(events: Sequence[Event], name: str | None = None) -> list[int]:
     ]
 
 
+def verified_drafts(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Draft tokens of each step that verified some, and how many of them were accepted."""
+    results = [event.draft for event in events if isinstance(event, TokenEvent)]
+    return [(draft.num_drafted, draft.num_accepted) for draft in results if draft is not None]
+
+
 def token_hashes(events: Sequence[Event]) -> list[tuple[int, int]]:
     """Tokens with the hashes of their logits; every event has some."""
     hashes: list[int] = []

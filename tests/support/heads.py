@@ -174,6 +174,12 @@ def head_config(model: Path, **options: Any) -> dict[str, Any]:
     return {**HEAD_CONFIG, **sizes, "eagle_config": eagle, **options}
 
 
+def write_random_head(path: Path, model: Path) -> Path:
+    """A head that knows nothing, for a target."""
+    config = head_config(model)
+    return write_head(path, config, head_tensors(config, config["hidden_size"]))
+
+
 class TapRecorder:
     """A Head that only keeps the target's hidden states."""
 
@@ -215,7 +221,8 @@ def train_head(
     optimizer = torch.optim.Adam(tensors.values(), lr=4e-3)
     for step in range(steps):
         loss = torch.zeros(())
-        for text, taps in list(zip(texts, recorded, strict=True))[step % 2 :: 2]:
+        pairs = list(zip(texts, recorded, strict=True))
+        for text, taps in pairs[step % 2 :: 2] or pairs:
             hidden, ids = head.fuse(taps[:-1]), torch.tensor(text)
             for shift in range(1, 3):
                 out, normalized = head.layer(hidden, ids[shift:])

@@ -1,0 +1,170 @@
+"""Trained heads in an engine: acceptance is what their construction says, alone and beside other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foreword.core.outputs import ErrorEvent
+from foreword.engine.engine import Engine
+from foreword.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
+from tests.support.engines import load_engine, make_request, run, tokens_of, verified_drafts
+from tests.support.heads import ReferenceHead, head_config, record_taps, train_head, write_random_head
+
+DRAFT_LEN = 3
+NUM_TOKENS = 40
+PROMPTS = [[(31 * n + 17 * i * i) % 250 for i in range(5 + 3 * n)] for n in range(6)]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+Drafts = list[tuple[int, int]]  # drafted and accepted tokens of each step
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A target, its greedy answers, and a head that knows half of them."""
+
+    model: Path
+    head: Path
+    texts: list[list[int]]  # prompts with answers
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    path = tmp_path_factory.mktemp("head")
+    model = write_checkpoint(path / "model", "llama", seed=5)
+    events = run(load_engine(model, speculate="off"), requests())
+    texts = [[*prompt, *tokens_of(events[str(n)])] for n, prompt in enumerate(PROMPTS)]
+    return Trained(model, train_head(path / "head", model, texts[::2], steps=80), texts)
+
+
+def requests(**params: Any) -> list[Any]:
+    return [make_request(str(n), prompt, **(GREEDY | params)) for n, prompt in enumerate(PROMPTS)]
+
+
+def engine_with(model: Path, head: Path, **options: Any) -> Engine:
+    defaults = {"speculate": "eagle3", "num_speculative_tokens": DRAFT_LEN, "kv_cache_memory": "2000tokens"}
+    return load_engine(model, draft_model=str(head), **(defaults | options))
+
+
+def expected_drafts(trained: Trained, text: Sequence[int], num_prompt: int, shift: int = 0) -> Drafts:
+    """Of a greedy answer, by the reference; with hidden states of `shift` positions earlier."""
+    config, tensors = head_config(trained.model), load_file(trained.head / "model.safetensors")
+    embedding = load_file(trained.model / "model.safetensors")["model.embed_tokens.weight"]
+    reference = ReferenceHead(config, tensors, embedding, tensors["lm_head.weight"])
+    hidden = shifted(reference.fuse(record_taps(trained.model, [text])[0]), shift)
+    drafts, length = [], num_prompt + 1
+    while (count := min(DRAFT_LEN, len(text) - length - 1)) > 0:
+        chain = reference.chain(hidden[: length - 1], text[:length], count)
+        draft = [int(logits.argmax()) for logits in chain]
+        accepted = next((i for i in range(count) if draft[i] != text[length + i]), count)
+        drafts.append((count, accepted))
+        length += accepted + 1
+    return drafts
+
+
+def shifted(hidden: Tensor, shift: int) -> Tensor:
+    return torch.cat((hidden[:1].expand(shift, -1), hidden[: len(hidden) - shift]))
+
+
+def num_accepted(drafts: Drafts) -> int:
+    return sum(accepted for _, accepted in drafts)
+
+
+def test_acceptance_is_that_of_the_reference(trained: Trained) -> None:
+    """Step by step, alone and in requests that run together; small blocks make drafts need scratch blocks."""
+    expected = [
+        expected_drafts(trained, text, len(prompt))
+        for text, prompt in zip(trained.texts, PROMPTS, strict=True)
+    ]
+    for options in ({}, {"block_size": 4}):
+        engine = engine_with(trained.model, trained.head, **options)
+        together = run(engine, requests())
+        alone = {request.id: run(engine, [request])[request.id] for request in requests()}
+        for n, text in enumerate(trained.texts):
+            for events in (together, alone):
+                assert tokens_of(events[str(n)]) == text[len(PROMPTS[n]) :]
+                assert verified_drafts(events[str(n)]) == expected[n]
+    known, others = (sum(map(num_accepted, expected[first::2])) for first in (0, 1))
+    assert known > 5 * others, "it knows every other text"
+
+
+def test_hidden_states_of_other_positions_lower_acceptance(trained: Trained) -> None:
+    text, num_prompt = trained.texts[0], len(PROMPTS[0])
+    counts = [num_accepted(expected_drafts(trained, text, num_prompt, shift)) for shift in range(3)]
+    assert counts[0] > 1.2 * counts[1] > 1.2 * counts[2]
+
+
+def test_cached_prefix_and_preemption_cost_no_draft(trained: Trained) -> None:
+    """A request whose prompt or whole text was computed before drafts as one that computed it itself."""
+    text, num_prompt = trained.texts[4], len(PROMPTS[4])
+    expected = expected_drafts(trained, text, num_prompt)
+    engine = engine_with(trained.model, trained.head)
+    for _ in range(2):
+        events = run(engine, [make_request("again", PROMPTS[4], **GREEDY)])
+        assert verified_drafts(events["again"]) == expected
+    later = make_request("later", text[: num_prompt + 20], temperature=0.0, max_tokens=NUM_TOKENS - 20)
+    events = run(engine, [later])
+    assert events["later"][0].num_cached >= 16
+    assert verified_drafts(events["later"]) == expected_drafts(trained, text, num_prompt + 20)
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.0001}, {"temperature": 1e-6, "top_k": 3}, {"logit_bias": {3: 0.01}}]
+)
+def test_penalties_draft_pass_by_pass(trained: Trained, params: dict[str, Any]) -> None:
+    """What the native loop does not sample is drafted too; these parameters change no greedy token here."""
+    events = run(engine_with(trained.model, trained.head), requests(**params))
+    for n, text in enumerate(trained.texts):
+        assert verified_drafts(events[str(n)]) == expected_drafts(trained, text, len(PROMPTS[n]))
+
+
+def test_prompt_of_one_token_drafts_from_the_second_on(trained: Trained) -> None:
+    events = run(engine_with(trained.model, trained.head), [make_request("one", [7], **GREEDY)])
+    text = [7, *tokens_of(events["one"])]
+    assert verified_drafts(events["one"]) == expected_drafts(trained, text, 1)
+
+
+def test_broken_head_costs_its_drafts_only(trained: Trained, tmp_path: Path) -> None:
+    """NaN logits: drafts end before them, and answers go on."""
+    head = write_random_head(tmp_path / "head", trained.model)
+    change_tensors(head, **{"lm_head.weight": lambda x: x * float("nan")})
+    engine = engine_with(trained.model, head)
+    events = run(engine, requests())
+    assert all(not isinstance(event, ErrorEvent) for each in events.values() for event in each)
+    assert [tokens_of(events[str(n)]) for n in range(6)] == [
+        text[len(prompt) :] for text, prompt in zip(trained.texts, PROMPTS, strict=True)
+    ]
+    assert not any(verified_drafts(each) for each in events.values()) and not engine.proposer.errors
+
+
+def test_controller_measures_the_passes_of_the_head(trained: Trained) -> None:
+    engine = engine_with(trained.model, trained.head, draft_length="adaptive", speculate="suffix,eagle3")
+    timings = engine.proposer.timings
+    assert timings is not None and set(timings.pass_seconds) == {"eagle3"}
+    assert all(seconds > 0 for seconds in timings.pass_seconds["eagle3"].values())
+    run(engine, requests())
+
+
+def test_misfit_is_refused_before_the_target_is_loaded(trained: Trained, tmp_path: Path) -> None:
+    head = write_random_head(tmp_path / "head", trained.model)
+    change_config(head, target_hidden_size=32)
+    (tmp_path / "model").mkdir()
+    config = (trained.model / "config.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(config)  # a target without weights
+    with pytest.raises(CheckpointError, match="hidden size 32, this one has 64"):
+        engine_with(tmp_path / "model", head)
+
+
+@pytest.mark.parametrize("speculate", ["draft,eagle3", "eagle3"])
+def test_head_needs_a_checkpoint_of_its_own(trained: Trained, speculate: str) -> None:
+    message = "exclude each other" if "," in speculate else "needs --draft-model"
+    draft_model = str(trained.head) if "," in speculate else None
+    with pytest.raises(ConfigError, match=message):
+        load_engine(trained.model, speculate=speculate, draft_model=draft_model)
