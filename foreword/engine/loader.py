@@ -117,10 +117,12 @@ def _load_models(
     path, target_path = Path(str(config.draft_model)), Path(str(config.model))
     method, dummy = head_method(path, target_path), config.load_format == "dummy"
     if method == "mtp":
-        options = (ops, precision, resolved.device, dummy, config.gguf_dequantize)
-        target.head = load_mtp_head(path, target, *options)
+        target.head = load_mtp_head(
+            path, target, ops, precision, resolved.device, dummy, config.gguf_dequantize
+        )
     elif method is not None:
-        target.head = load_head(path, target, ops, precision, resolved.device, max_len, report, dummy)
+        options = (resolved.device, max_len, report, dummy, config.gguf_dequantize)
+        target.head = load_head(path, target, ops, precision, *options)
     if method is not None:
         return LoadedModels(target)
     draft_len = min(max_len, draft_model.context_len)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -162,6 +163,62 @@ def write_head(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
     write_json(path / "config.json", config)
     save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
     return path
+
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+GGUF_OUTER = {"norm": "output_norm", "embed_tokens": "token_embd", "lm_head": "output", "fc": "fc"}
+
+
+def write_gguf_head(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], norm_before_residual: bool = False
+) -> Path:
+    """As llama.cpp's converter: q and k for interleaved RoPE, d2t with the target's ids, no t2d."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "eagle3")
+    size, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    for key, value in {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": size,
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": 1,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.dimension_count": dim,
+        "vocab_size": config["vocab_size"],
+        "target_hidden_size": config.get("target_hidden_size", size),
+    }.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32("eagle3.rope.freq_base", config["rope_theta"])
+    writer.add_bool("eagle3.norm_before_residual", norm_before_residual)
+    writer.add_array("eagle3.extract_layers", list(TAPS))
+    for name, value in tensors.items():
+        if name == "d2t":
+            writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
+        elif name != "t2d":
+            writer.add_tensor(*_gguf_tensor(name, value, dim))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_tensor(name: str, value: Tensor, head_dim: int) -> tuple[str, Any]:
+    inner = name.removesuffix(".weight").removeprefix("midlayer.")
+    if inner in ("self_attn.q_proj", "self_attn.k_proj"):
+        value = value.view(-1, 2, head_dim // 2, value.shape[1]).transpose(1, 2).flatten(0, 2)
+    place = GGUF_OUTER.get(inner) or f"blk.0.{GGUF_NAMES[inner]}"
+    return f"{place}.weight", value.contiguous().numpy()
 
 
 def head_config(model: Path, **options: Any) -> dict[str, Any]:

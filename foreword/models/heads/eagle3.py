@@ -27,7 +27,10 @@ from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
 NUM_TAPS = 3
-LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of the original's files, and of speculators'
+TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+# Of the layer: in the original's files, in those of speculators, and in GGUF files by our names
+LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
+LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # model types of the layer: all are built as Llama's
 # What training and the training framework write, without effect here
 UNUSED_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
 # eagle_config of TensorRT's exporter: these are what EAGLE-3 is
@@ -57,38 +60,23 @@ class Eagle3Config:
         """config.json in the original's or speculators' format. Raises CheckpointError."""
         section = config.get_section("transformer_layer_config")
         is_original = section is None
-        head = config if is_original else config.without(UNUSED_KEYS)
-        eagle = config.get_section("eagle_config") or ConfigReader({}, f"{config.source}: eagle_config")
-        key = "eagle_aux_hidden_state_layer_ids"
-        taps = _read_taps(eagle if key in eagle else head, key)
-        for name, value in EAGLE_CONFIG_VALUES.items():
-            eagle.require_value(name, value)
-        eagle.check_all_read()
-        head.get("eagle_config", None)
-        options = {
-            # speculators writes it; readers of its format take true where it is missing
-            "norm_before_residual": head.get_bool("norm_before_residual", not is_original),
-            "norm_before_fc": head.get_bool("norm_before_fc", False),
-            "fc_norm": head.get_bool("fc_norm", False),
-            "norm_output": head.get_bool("norm_output", False),
-        }
+        head = config if section is None else config.without(UNUSED_KEYS)
+        taps = _read_taps(head)
+        # speculators writes norm_before_residual; readers of its format take true where it is missing
+        options = {"norm_before_residual": head.get_bool("norm_before_residual", not is_original)}
+        options |= {name: head.get_bool(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
         if options["norm_before_fc"] and options["fc_norm"]:
             raise head.error("fc_norm", "excludes norm_before_fc")
         target_hidden_size = head.get_optional_int("target_hidden_size")
         draft_vocab_size = head.get_optional_int("draft_vocab_size")
         if section is None:
-            layer_options = head
+            layer = _read_layer(head)
         else:
-            head.get("speculators_model_type"), head.get("transformer_layer_config")
+            for key in ("speculators_model_type", "transformer_layer_config"):
+                head.get(key)
             head.require_value("tie_word_embeddings", False)
+            layer = _read_layer(section.with_defaults({"dtype": head.get_dtype()}))
             head.check_all_read()
-            layer_options = section.with_defaults({"dtype": head.get_dtype()})
-        _architecture, layer = read_decoder(layer_options, "llama")
-        if len(layer.layer_types) != 1 or not layer.kv_shapes or layer.norm_type != "rms":
-            problem = "a head of one layer with attention and RMS norms runs here"
-            raise layer_options.error("num_hidden_layers", f"= {len(layer.layer_types)}: {problem}")
-        if layer.norm_offset or layer.latent is not None or layer.interleaved_rope or layer.attn_gate:
-            raise layer_options.error("model_type", f"{layer.architecture} is not a layer of EAGLE-3 here")
         return cls(
             replace(layer, takes_lora=False),
             draft_vocab_size or layer.vocab_size,
@@ -98,12 +86,28 @@ class Eagle3Config:
         )
 
 
-def _read_taps(config: ConfigReader, key: str) -> tuple[int, ...] | None:
-    values: Any = config.get(key, None)
+def _read_layer(config: ConfigReader) -> DecoderConfig:
+    if config.get("model_type", "llama") not in LAYER_TYPES:
+        raise config.error("model_type", f"must be one of {', '.join(LAYER_TYPES)} in a head")
+    _architecture, layer = read_decoder(config, "llama")
+    if len(layer.layer_types) != 1:
+        problem = f"= {len(layer.layer_types)}: heads of one layer run here"
+        raise config.error("num_hidden_layers", problem)
+    return layer
+
+
+def _read_taps(head: ConfigReader) -> tuple[int, ...] | None:
+    """The layers that the config names, in `eagle_config` or outside of it."""
+    eagle = head.get_section("eagle_config") or ConfigReader({}, f"{head.source}: eagle_config")
+    for name, value in EAGLE_CONFIG_VALUES.items():
+        eagle.require_value(name, value)
+    named = eagle if TAPS_KEY in eagle else head
+    values: Any = named.get(TAPS_KEY, None)
+    eagle.check_all_read()
     if not values:
         return None
     if not isinstance(values, list) or len(values) != NUM_TAPS or not all(type(x) is int for x in values):
-        raise config.error(key, f"must be a list of {NUM_TAPS} layers, got {values!r:.60}")
+        raise named.error(TAPS_KEY, f"must be a list of {NUM_TAPS} layers, got {values!r:.60}")
     return tuple(values)
 
 
@@ -133,8 +137,9 @@ class Eagle3:
         self._device = device
         layer, size = config.layer, config.layer.hidden_size
         before = weights.num_parameters
-        prefix = next((each for each in LAYER_PREFIXES if weights.has(f"{each}hidden_norm.weight")), None)
+        prefix = next((each for each in LAYER_PREFIXES if weights.has(f"{each}hidden_norm.weight")), "")
         body = weights.prefixed(prefix or LAYER_PREFIXES[0])
+        outer = weights.prefixed("model.") if prefix.startswith("model.") else weights
         adapters = LoraLayers(None, precision.dtype, device)
         builder = LayerBuilder(ops, layer, precision, 0, body, adapters, 2 * size)
         self._fc = self._load_fc(precision, weights)
@@ -142,14 +147,14 @@ class Eagle3:
         self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
         self._mlp = builder.feed_forward()
-        self._norm = self._load_norm(weights, "norm", size)
+        self._norm = self._load_norm(outer, "norm", size)
         self._vocab_size = target.vocab_size
-        embedding, self._reads_target_input = self._load_embedding(target, precision, weights)
+        embedding, self._reads_target_input = self._load_embedding(target, precision, outer)
         self._embedding = embedding
         self._lm_head = self._load_lm_head(target, precision, weights)
         self._vocab_ids = None if vocab_ids is None else check_ids(vocab_ids, target.vocab_size).to(device)
         self.cache_shape = HeadShape(layer.kv_shapes[0], size)
-        own_rows = layer.vocab_size * weights.has("embed_tokens.weight") + config.draft_vocab_size
+        own_rows = layer.vocab_size * outer.has("embed_tokens.weight") + config.draft_vocab_size
         self.info = replace(
             describe_model(layer, weights.num_parameters - before, 0),
             architecture=self.method,

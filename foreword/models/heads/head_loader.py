@@ -1,8 +1,10 @@
-"""Loads a trained head for a target from a checkpoint directory."""
+"""Loads a trained head for a target, from a checkpoint directory or a GGUF file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
+from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
 from foreword.models.heads.eagle3 import Eagle3, Eagle3Config
 from foreword.models.heads.mtp import MTP
@@ -23,6 +26,10 @@ from foreword.models.model_loader import (
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.dummy_weights import DummyWeights, HeaderWeights, MetaOps, MetaWeights
+from foreword.weights.file_to_device import DeviceLoader
+from foreword.weights.gguf.eagle3_file import open_eagle3
+from foreword.weights.gguf.gguf_weights import GGUFWeights, with_memory_info
+from foreword.weights.gguf.header import is_gguf
 from foreword.weights.safetensors_weights import SafetensorsWeights
 from foreword.weights.trained_heads import MTPNames
 
@@ -30,24 +37,39 @@ from foreword.weights.trained_heads import MTPNames
 UNUSED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
+@dataclass(frozen=True, slots=True)
+class _HeadFiles:
+    """A head's config and tensors."""
+
+    config: Eagle3Config
+    weights: Weights
+    headers: Weights  # the same without memory
+    vocab_ids: Tensor | None  # int64 [draft vocabulary]: the target's id of each logit; None: the same ids
+    check_all_read: Callable[[], None]
+    describe: Callable[[ModelInfo], ModelInfo] = lambda info: info  # adds the memory of quantized tensors
+
+
 def read_head_info(
     path: Path, target_path: Path, dummy: bool = False, gguf_dequantize: bool = False
 ) -> ModelInfo:
     """Read configs and file headers, and check that the head fits the target. Raises CheckpointError."""
     target = read_shape(target_path)
-    options = (target, MetaOps(), Precision.from_dtypes("float32"))
     if path == target_path:
+        options = (target, MetaOps(), Precision.from_dtypes("float32"))
         return _read_mtp_info(path, options, dummy, gguf_dequantize)
-    config = _read_config(path)
-    if dummy:
-        vocab_ids = _dummy_ids(config, target)
-        return Eagle3(config, *options, MetaWeights(), "cpu", INFO_MAX_MODEL_LEN, vocab_ids).info
-    files = SafetensorsWeights(path)
-    vocab_ids = _read_vocab_ids(config, files)
-    headers = HeaderWeights(files.check_shape, files.has)
-    head = Eagle3(config, *options, headers, "cpu", INFO_MAX_MODEL_LEN, vocab_ids)
-    files.check_all_read(UNUSED_TENSORS)
-    return head.info
+    files = _dummy_files(path, "cpu") if dummy else _open_files(path, gguf_dequantize)
+    head = Eagle3(
+        files.config,
+        target,
+        MetaOps(),
+        Precision.from_dtypes("float32"),
+        files.headers,
+        "cpu",
+        INFO_MAX_MODEL_LEN,
+        files.vocab_ids,
+    )
+    files.check_all_read()
+    return files.describe(head.info)
 
 
 def load_head(
@@ -59,18 +81,15 @@ def load_head(
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
     dummy: bool = False,
+    gguf_dequantize: bool = False,
 ) -> Head:
-    """Load the head in `path`; `dummy`: random weights. Raises CheckpointError."""
-    config = _read_config(path)
-    if dummy:
-        weights = DummyWeights(device, getattr(torch, config.layer.dtype))
-        options = (weights, device, max_model_len, _dummy_ids(config, target))
-        return Eagle3(config, target, ops, precision, *options)
+    """Load the head in `path`; the other options as those of load_model(). Raises CheckpointError."""
     with open_device_loader(device) as device_loader:
-        files = SafetensorsWeights(path, progress, device_loader)
-        vocab_ids = _read_vocab_ids(config, files)
-        head = Eagle3(config, target, ops, precision, files, device, max_model_len, vocab_ids)
-        files.check_all_read(UNUSED_TENSORS)
+        options = (gguf_dequantize, progress, device_loader)
+        files = _dummy_files(path, device) if dummy else _open_files(path, *options)
+        sizes = (device, max_model_len, files.vocab_ids)
+        head = Eagle3(files.config, target, ops, precision, files.weights, *sizes)
+        files.check_all_read()
         return head
 
 
@@ -111,13 +130,43 @@ def _dummy_names(target: Decoder) -> MTPNames:
     return names
 
 
+def _open_files(
+    path: Path,
+    gguf_dequantize: bool,
+    progress: Callable[[int, int], None] | None = None,
+    device_loader: DeviceLoader | None = None,
+) -> _HeadFiles:
+    if not is_gguf(path):
+        config = _read_config(path)
+        files = SafetensorsWeights(path, progress, device_loader)
+        headers = HeaderWeights(files.check_shape, files.has)
+        check_all_read = partial(files.check_all_read, UNUSED_TENSORS)
+        return _HeadFiles(config, files, headers, _read_vocab_ids(config, files), check_all_read)
+    file = open_eagle3(path)
+    config = Eagle3Config.read(ConfigReader(file.options, str(path)))
+    heads = config.layer.num_heads, config.layer.kv_shapes[0].heads
+    weights = GGUFWeights(file.gguf, heads, gguf_dequantize, progress, device_loader)
+    headers = HeaderWeights(weights.lookup, weights.has)
+    describe = partial(with_memory_info, gguf=file.gguf)
+    return _HeadFiles(config, weights, headers, file.vocab_ids, weights.check_all_read, describe)
+
+
+def _dummy_files(path: Path, device: str) -> _HeadFiles:
+    """Random weights for a config.json."""
+    config = _read_config(path)
+    weights = DummyWeights(device, getattr(torch, config.layer.dtype))
+    vocab_size, size = config.layer.vocab_size, config.draft_vocab_size
+    vocab_ids = None if size == vocab_size else torch.arange(size) * (vocab_size // size)
+    return _HeadFiles(config, weights, MetaWeights(), vocab_ids, lambda: None)
+
+
 def _read_config(path: Path) -> Eagle3Config:
     file = path / "config.json"
     return Eagle3Config.read(ConfigReader(read_json(file), str(file)))
 
 
 def _read_vocab_ids(config: Eagle3Config, files: SafetensorsWeights) -> Tensor | None:
-    """int64 [draft vocabulary]: the target's id of each logit; None: the same ids. d2t holds differences."""
+    """The tensor d2t holds differences to the ids of the draft vocabulary."""
     size = config.draft_vocab_size
     if not files.has("d2t"):
         if size == config.layer.vocab_size:
@@ -127,8 +176,3 @@ def _read_vocab_ids(config: Eagle3Config, files: SafetensorsWeights) -> Tensor |
     own = torch.arange(size)
     ids = files.ints("d2t", size) + own
     return None if torch.equal(ids, own) and size == config.layer.vocab_size else ids
-
-
-def _dummy_ids(config: Eagle3Config, target: Decoder) -> Tensor | None:
-    size = config.draft_vocab_size
-    return None if size == target.vocab_size else torch.arange(size) * (target.vocab_size // size)

@@ -25,7 +25,15 @@ from foreword.models.heads.head_loader import load_head, read_head_info
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
-from tests.support.heads import TAPS, ReferenceHead, add_vocab, head_config, head_tensors, write_head
+from tests.support.heads import (
+    TAPS,
+    ReferenceHead,
+    add_vocab,
+    head_config,
+    head_tensors,
+    write_gguf_head,
+    write_head,
+)
 
 BLOCK_SIZE = 8
 DRAFT = 4
@@ -36,6 +44,10 @@ SPECULATORS = {
     "speculators_model_type": "eagle3",
     "speculators_version": "0.9.0",
     "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "another"}},
+    "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    "embed_requires_grad": False,
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
     "eagle_aux_hidden_state_layer_ids": list(TAPS),
     "torch_dtype": "float32",
 }
@@ -49,12 +61,17 @@ class Layout:
     draft_size: int | None = 90  # None: the target's vocabulary
     own_embedding: bool = False
     own_lm_head: bool = True
+    gguf: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
 LAYOUTS = {
     "original": Layout(),
     "own embedding, whole vocabulary": Layout(draft_size=None, own_embedding=True),
+    "GGUF": Layout(gguf=True),
+    "GGUF, whole vocabulary": Layout(
+        gguf=True, draft_size=None, own_embedding=True, options=(("norm_before_residual", True),)
+    ),
     "borrowed head": Layout(draft_size=None, own_lm_head=False),
     "speculators": Layout(speculators=True),  # norm_before_residual is absent: true
     "speculators, qwen3": Layout(
@@ -96,7 +113,11 @@ def make_bed(folder: Path, layout: Layout) -> Bed:
         lm_head = tensors["lm_head.weight"]
     else:
         del tensors["lm_head.weight"]
-    path = write_head(folder / "head", written_config(config, layout, options), tensors)
+    if layout.gguf:
+        norm_before_residual = options.get("norm_before_residual", False)
+        path = write_gguf_head(folder / "head.gguf", config, tensors, norm_before_residual)
+    else:
+        path = write_head(folder / "head", written_config(config, layout, options), tensors)
     reference = ReferenceHead(
         config,
         tensors,
@@ -277,6 +298,8 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "number of taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
     "option": ({"parallel_drafting": True}, {}, "`parallel_drafting` = true is not supported"),
     "layers of the head": ({"num_hidden_layers": 2}, {}, "one layer"),
+    "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, qwen2, qwen3"),
+    "layers before": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "must be true"),
     "missing tensor": ({}, {"midlayer.hidden_norm.weight": None}, "hidden_norm"),
     "another tensor": ({}, {"mask_hidden": torch.zeros(1, 192)}, "unexpected tensors: mask_hidden"),
 }
