@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     write_json,
 )
 from tests.support.gguf_files import RawGGUF, write_gguf
+from tests.support.heads import read_head, write_gguf_head, write_random_head
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 
@@ -57,6 +58,18 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"<|im_start|>", b"<|im_begin|>"))
     with pytest.raises(ConfigError, match=r"tokenizer differs.*id 258 is '<\|im_start\|>' in the one"):
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
+
+
+def test_trained_head_needs_no_tokenizer(tmp_path: Path) -> None:
+    """Its method joins the drafters, without an import of what it computes."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    head = write_random_head(tmp_path / "head", checkpoint)
+    for speculate, names in (("auto", ("grammar", "prediction", "suffix", "eagle3")), ("draft", ("eagle3",))):
+        config = Config(model=str(checkpoint), draft_model=str(head), speculate=speculate)
+        prepared = prepare_checkpoint(config).config
+        assert prepared.drafter_names() == names and resolve_paths(prepared) == prepared
+    file = write_gguf_head(tmp_path / "head.gguf", *read_head(head))
+    assert "eagle3" in resolve_paths(Config(model=str(checkpoint), draft_model=str(file))).drafter_names()
 
 
 def test_suppressed_tokens_are_never_sampled(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from foreword.fleet.memory import ModelPlan
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
-from tests.support.checkpoints import write_checkpoint, write_json
+from tests.support.checkpoints import change_config, write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf
+from tests.support.heads import write_random_head
 from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
@@ -160,6 +161,21 @@ def test_missing_added_tokens_of_the_drafter_are_counted(
     text = check(capsys, str(model), "--draft-model", str(drafter))[1]
     assert "ok   draft tokenizer: the same, but lacks 1 added tokens" in text
     assert "note draft size: the draft model has 1.0 times the model's parameters" in text
+
+
+def test_trained_head_is_counted_and_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    head = write_random_head(tmp_path / "head", model)
+    code, text = check(capsys, str(model), "--draft-model", str(head), "--max-num-seqs", "2")
+    assert code == 0 and "ok   trained head: eagle3, 68.9 k parameters in float32, fits" in text
+    assert re.search(r"ok   a draft token reads at most \d\d\.\d% of the model's parameters", text)
+    assert re.search(r"trained head +269\.\d KiB  float32", text)
+    # 2 requests of 32 draft tokens; K and V of 2 heads of 16 and a hidden state of 64, in float32
+    assert re.search(r"draft tokens +32\.0 KiB  room of the trained head", text)
+    assert "speculation: grammar, prediction, suffix, eagle3;" in text
+    change_config(head, vocab_size=100)
+    code, text = check(capsys, str(model), "--draft-model", str(head))
+    assert code == 1 and "trained head: the EAGLE-3 head is made for a model with 100 tokens" in text
 
 
 def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

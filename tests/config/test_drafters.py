@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.config.drafters import DrafterPlugin, find_plugin
+from foreword.config.drafters import DrafterPlugin, find_plugin, parse_drafters, with_head
 from foreword.config.options import Config
 from foreword.errors import ConfigError
 
@@ -126,3 +126,30 @@ def test_installed_drafter_runs(install: Install, monkeypatch: pytest.MonkeyPatc
     (output,) = llm.generate(["a a a a"], SamplingParams(max_tokens=8, temperature=0.0))
     assert output.outputs[0].metrics.draft_tokens
     monkeypatch.delitem(sys.modules, "echo_drafters")
+
+
+@pytest.mark.parametrize(
+    ("speculate", "expected"),
+    [
+        ("auto", "auto,eagle3"),
+        ("auto, ngram", "auto,eagle3,ngram"),
+        ("draft", "eagle3"),
+        ("suffix,draft", "suffix,eagle3"),
+        ("eagle3", "eagle3"),
+        ("auto,eagle3", "auto,eagle3"),
+        ("ngram", "ngram"),
+    ],
+)
+def test_trained_head_replaces_the_draft_model(speculate: str, expected: str) -> None:
+    assert with_head(speculate, "eagle3", "head") == expected
+    assert "draft" not in parse_drafters(expected, "head", None)
+
+
+@pytest.mark.parametrize("speculate", ["auto", "draft", "off", "suffix"])
+def test_draft_model_leaves_the_drafters_as_they_are(speculate: str) -> None:
+    assert with_head(speculate, None, "model") == speculate
+
+
+def test_draft_model_that_is_no_head_is_refused_for_its_method() -> None:
+    with pytest.raises(ConfigError, match="model is no trained head; --speculate draft runs a draft model"):
+        with_head("suffix,eagle3", None, "model")

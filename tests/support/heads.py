@@ -231,6 +231,11 @@ def head_config(model: Path, **options: Any) -> dict[str, Any]:
     return {**HEAD_CONFIG, **sizes, "eagle_config": eagle, **options}
 
 
+def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of write_head()."""
+    return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+
+
 def write_random_head(path: Path, model: Path) -> Path:
     """A head that knows nothing, for a target."""
     config = head_config(model)

@@ -1,0 +1,146 @@
+"""What a trained head costs, in plain decode steps: the commit in each pass, and the passes of a draft.
+
+    python -m benchmarks.heads [--dtype bfloat16] [--quantization int8] [--threads 2] [--context 500]
+
+Random weights of Llama 3.2 1B's shape (tied embedding) with an EAGLE-3 head of its size (draft vocabulary
+32,000). All works take turns in one process, so figures are ratios. One request, native kernels.
+
+    commit_N   time of a pass of N rows with the commit of a head, over the same pass without
+    prompt     the same for a prompt chunk of 512 rows
+    rows_4     time of a step that verifies 3 draft tokens, with the commit, over a plain step of one row
+    draft_3    time of a draft of 3 tokens in one call, over a plain step
+    draft_3x4  the same for 4 requests, over a plain step of 4 requests
+    gain_A     tokens per plain step's time at A tokens a step: A / (rows_4 + draft_3)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.script import print_json, run_script
+from benchmarks.states import medians
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.heads.head_loader import load_head
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
+
+BLOCK_SIZE, MAX_LEN, DRAFT_LEN, ROUNDS = 16, 1024, 3, 25
+LENGTHS = (2.0, 2.5, 3.0)  # tokens a step: SCALE of published heads
+GREEDY = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+TARGET = {**LAYER, "num_hidden_layers": 16, "tie_word_embeddings": True}
+HEAD = {
+    **LAYER,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+class Passes:
+    """One target, compiled without and with its head."""
+
+    def __init__(self, folder: Path, precision: Precision, threads: int, context: int) -> None:
+        for name, config in (("target", TARGET), ("head", HEAD)):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+        ops, dtype = CpuOps(threads=threads), str(precision.dtype).removeprefix("torch.")
+        target = load_model(folder / "target", ops, precision, "cpu", MAX_LEN, dummy=True)
+        head = load_head(folder / "head", target, ops, precision, "cpu", MAX_LEN, dummy=True)
+        num_blocks = 4 * (MAX_LEN // BLOCK_SIZE)
+        options = {"state_dtype": precision.dtype, "head": head.cache_shape, "num_draft_blocks": 8}
+        kv = KVStorage(num_blocks, BLOCK_SIZE, target.cache_shapes, dtype, **options)
+        assert kv.head is not None
+        self.context = context
+        self.plain = target.compile_logits(kv)
+        target.head = head
+        self.with_head = target.compile_logits(kv)
+        draft = head.compile_draft(kv.head)
+        assert isinstance(draft, DraftLoop)
+        self._draft = draft
+        for start in range(0, context + 8, 256):
+            self.with_head(self.batch(256, start))
+
+    def batch(self, rows: int, start: int, requests: int = 1) -> Batch:
+        chunks = [Chunk([7] * rows, start, self._blocks(n), min(rows, 8)) for n in range(requests)]
+        return build_batch(chunks, BLOCK_SIZE, 1, "cpu", with_prev_slots=True)
+
+    def draft(self, requests: int) -> None:
+        jobs = [
+            DraftJob([7], self.context, self._blocks(n), self.context + 1, DRAFT_LEN, -1e9, GREEDY)
+            for n in range(requests)
+        ]
+        self._draft.draft(jobs, BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+
+    def _blocks(self, request: int) -> range:
+        size = MAX_LEN // BLOCK_SIZE
+        return range(1 + request * size, 1 + (request + 1) * size)
+
+
+def measure(passes: Passes) -> dict[str, float]:
+    start = passes.context
+    one, four, eight = (passes.batch(rows, start) for rows in (1, 4, 8))
+    several, prompt = passes.batch(1, start, 4), passes.batch(512, 0)
+    works = {
+        **{f"plain_{n}": lambda b=b: passes.plain(b) for n, b in ((1, one), (4, four), (8, eight))},
+        **{f"head_{n}": lambda b=b: passes.with_head(b) for n, b in ((1, one), (4, four), (8, eight))},
+        "plain_4_requests": lambda: passes.plain(several),
+        "draft_1": lambda: passes.draft(1),
+        "draft_4": lambda: passes.draft(4),
+    }
+    seconds = dict(zip(works, medians(list(works.values()), ROUNDS), strict=True))
+    prompts = medians([lambda: passes.plain(prompt), lambda: passes.with_head(prompt)], 3)
+    plain = seconds["plain_1"]
+    figures = {f"commit_{n}": seconds[f"head_{n}"] / seconds[f"plain_{n}"] for n in (1, 4, 8)}
+    figures |= {
+        "prompt": prompts[1] / prompts[0],
+        "rows_4": seconds["head_4"] / plain,
+        "draft_3": seconds["draft_1"] / plain,
+        "draft_3x4": seconds["draft_4"] / seconds["plain_4_requests"],
+    }
+    cost = figures["rows_4"] + figures["draft_3"]
+    return figures | {f"gain_{length}": length / cost for length in LENGTHS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=500)
+    args = parser.parse_args()
+    precision = Precision.from_dtypes(args.dtype, None, args.quantization)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        figures = measure(Passes(Path(folder), precision, args.threads, args.context))
+    for name, value in figures.items():
+        print(f"{name:12} {value:.3f}")
+    print_json(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
