@@ -33,7 +33,8 @@ WEIGHTS_FILE, PICKLE_FILE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 # Of a layer's path, also in models with a vision encoder; their other parts have no adapters.
 LAYER_PATH = re.compile(
-    r"(?:model\.|backbone\.|language_model\.model\.|model\.language_model\.)?(layers\.\d+\..+)"
+    r"(?:(?:model\.|backbone\.|language_model\.model\.|model\.language_model\.)?layers|transformer\.h)"
+    r"(\.\d+\..+)"
 )
 GGUF_TENSOR_NAME = re.compile(r"(.+\.weight)\.lora_(a|b)")
 DIGEST_BYTES = 16
@@ -135,8 +136,8 @@ def _digest(files: Iterable[Path]) -> str:
 def _find_projection(source: Path, path: str, shapes: Shapes) -> str:
     """The projection of a module's path. Raises CheckpointError if the base has none."""
     match = LAYER_PATH.fullmatch(path)
-    if match is not None and match[1] in shapes:
-        return match[1]
+    if match is not None and f"layers{match[1]}" in shapes:
+        return f"layers{match[1]}"
     reason = next((why for part, why in REASONS if part in path), "the model has no such projection")
     raise _error(source, f"`{path}` cannot be adapted: {reason}")
 

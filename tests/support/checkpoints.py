@@ -367,7 +367,7 @@ def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:
 def write_related_drafter(path: Path, model: Path) -> Path:
     """A Llama of one layer with the model's embedding and head."""
     tensors = load_file(model / "model.safetensors")
-    names = ("model.embed_tokens.weight", "backbone.embeddings.weight")
+    names = ("model.embed_tokens.weight", "backbone.embeddings.weight", "transformer.wte.weight")
     embedding = next(tensors[name] for name in names if name in tensors)
     write_checkpoint(path, "llama", seed=1, num_hidden_layers=1, hidden_size=embedding.shape[1])
     change_tensors(path, **{names[0]: embedding, "lm_head.weight": tensors["lm_head.weight"]})

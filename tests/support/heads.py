@@ -273,7 +273,7 @@ def train_head(
     config = head_config(model, **options)
     tensors = head_tensors(config, config["hidden_size"])
     weights = load_file(model / "model.safetensors")
-    ends = ("embed_tokens.weight", "embeddings.weight")
+    ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
     embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
     texts = [text[:MAX_TRAINED] for text in texts]
     recorded = record_taps(model, texts)

@@ -31,7 +31,7 @@ STATES = (
 )
 LINEAR = (
     *(*ATTENTION, *STATES, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
-    *("w1", "w2", "w3", "c_fc", "c_proj", "fc1", "fc2"),
+    *("w1", "w2", "w3", "c_fc", "c_fc_0", "c_fc_1", "c_proj", "fc1", "fc2"),
 )
 
 
