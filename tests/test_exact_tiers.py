@@ -7,10 +7,12 @@ in memory, on disk, or in neither.
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from foreword import LLM, SamplingParams
 from foreword.core.outputs import KVDiskStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
@@ -306,3 +309,24 @@ def test_removed_request_frees_what_it_waited_for(checkpoint: Path, tmp_path: Pa
     run(engine)
     assert not engine.prefix_loader.is_busy
     engine.close()
+
+
+def test_engine_in_the_callers_process_writes_at_its_end(checkpoint: Path, tmp_path: Path) -> None:
+    options = {
+        "max_model_len": 256,
+        "threads": 1,
+        "kv_cache_memory": "600tokens",
+        "kv_cache_dir": str(tmp_path),
+    }
+    prompt, params = list(range(5, 205)), SamplingParams(max_tokens=4, temperature=0.0)
+    answers = []
+    for _ in range(2):
+        llm = LLM(str(checkpoint), **options)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        answers.append((answer.outputs[0].token_ids, llm.stats.prefix_cache_hits_total))
+        del llm
+        gc.collect()
+        assert not any(thread.name == "kv-disk" for thread in threading.enumerate())
+    (first, none), (again, cached) = answers
+    assert first == again and (none, cached) == (0, 192)
+    assert len(list(tmp_path.glob("model-*/blocks/*/*"))) == 12

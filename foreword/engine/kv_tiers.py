@@ -70,7 +70,7 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / f"{name}-{namespace.hex()}"
-    tier = DiskTier(root, parse_bytes("kv_cache_disk", config.kv_cache_disk))
+    tier = DiskTier(root, parse_bytes("kv_cache_disk", config.kv_cache_disk), config.replicas > 1)
     blocks = PooledFiles(scheduler.pool, images, BlockFiles(folder / "blocks", namespace, images.nbytes))
     scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
     anchors = None
@@ -78,7 +78,7 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
         files = BlockFiles(folder / "states", namespace, anchor_images.nbytes)
         anchors = PooledFiles(states.pool, anchor_images, files)
         states.on_kept = partial(tier.on_gained, anchors)
-    tier.start()
+    tier.start([blocks] if anchors is None else [blocks, anchors])
     row_seconds = _row_seconds(engine.proposer.timings)
     return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
 

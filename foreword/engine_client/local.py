@@ -45,6 +45,8 @@ class LocalClient:
         """
         self._engine = load(config, never_sampled_ids, on_progress=on_progress)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
+        if self._engine.prefix_loader is not None:
+            weakref.finalize(self, self._engine.prefix_loader.close)
         if config.drafter_plugins():
             watch = _PluginWatch()
             self._engine.proposer.on_plugin = watch.on_plugin

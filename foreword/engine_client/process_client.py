@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 0.25
 GIB: Final = 1 << 30
+# Others are faults of the engine's own code, which may have written anywhere.
+EXIT_CODES_FROM_OUTSIDE: Final = (0, -signal.SIGKILL)
 RESTART_DELAY_S: Final = 0.5  # follows a failed start: a missing resource may be back
 
 
@@ -243,7 +245,11 @@ class ProcessClient:
         self._ready = asyncio.get_running_loop().create_future()
         self._load_progress, self._health = None, EngineHealth()
         ended, memory = self._session, self._kv_memory
-        if memory is not None and ended is not None and not self._has_whole_blocks(ended.process):
+        if (
+            memory is not None
+            and ended is not None
+            and ended.process.exit_code not in EXIT_CODES_FROM_OUTSIDE
+        ):
             logger.warning("client: the KV cache in memory may be damaged: it is dropped")
             memory.clear()
         process = await EngineProcess.launch(self._fork_server, self._on_message, memory)
@@ -362,13 +368,6 @@ class ProcessClient:
         last = replace(stats, step=stats.step + 1, stage_seconds={}, drafter_errors=errors)
         self._callbacks.on_step(last)
         return plugin.name
-
-    def _has_whole_blocks(self, ended: EngineProcess) -> bool:
-        """Whether the engine ended from outside, not by a fault of its own, which may have written anywhere.
-
-        Nor are blocks kept that engines have crashed on repeatedly.
-        """
-        return ended.exit_code in (0, -signal.SIGKILL) and not self._restart_policy.needs_probe
 
     def _may_restart(self, process: EngineProcess, had_requests: bool) -> bool:
         healthy_s = process.heartbeat.read().healthy_until_s - process.ready_s

@@ -29,9 +29,11 @@ HEADER: Final = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sQ{DIGEST_BYTES}
 CHECKSUM_PERSON: Final = b"kv image"
 TEMPORARY: Final = ".tmp"
 MAX_TEMPORARY_AGE_S: Final = 600.0  # a write takes seconds: an older temporary file is a dead engine's
+CLOCK_TICK_NS: Final = 2_000_000_000  # of the coarsest file systems
 SWEEP_TARGET: Final = 0.9  # share of the limit that a sweep leaves
 # ROOT / namespace / kind / shard / file
-FOLDER_PATTERNS: Final = tuple(map(re.compile, (r".*-[0-9a-f]{32}", r"blocks|states", r"[0-9a-f]{2}")))
+SHARD_PATTERN: Final = re.compile(r"[0-9a-f]{2}")
+FOLDER_PATTERNS: Final = (re.compile(r".*-[0-9a-f]{32}"), re.compile(r"blocks|states"), SHARD_PATTERN)
 FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
 
 
@@ -49,6 +51,7 @@ class BlockFiles:
         self.file_bytes = HEADER.size + image_bytes
         self._namespace = namespace
         self._folder = folder
+        self._scanned_at: dict[str, int] = {}  # time of the last change of each shard that was scanned
         for path in (folder.parent, folder):
             path.mkdir(mode=0o700, exist_ok=True)
             info = path.lstat()
@@ -59,21 +62,26 @@ class BlockFiles:
                 )
 
     def digests(self) -> set[bytes]:
-        """Hashes of all files, by their names."""
-        return {digest for shard in self._shards() for digest in self.digests_of(shard)}
+        """Hashes of all files, by their names. Raises OSError."""
+        self._scanned_at.clear()
+        return self.changed_digests()
 
-    def digests_of(self, shard: str) -> Iterator[bytes]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder / shard) as entries:
-            for entry in entries:
-                with contextlib.suppress(ValueError):
-                    if len(digest := bytes.fromhex(entry.name)) == DIGEST_BYTES:
-                        yield digest
-
-    def _shards(self) -> list[str]:
-        return [name for name in os.listdir(self._folder) if len(name) == 2]
-
-    def exists(self, digest: bytes) -> bool:
-        return self._path(digest).exists()
+    def changed_digests(self) -> set[bytes]:
+        """Hashes of the files in shards that have changed since the last call. Raises OSError."""
+        digests: set[bytes] = set()
+        with os.scandir(self._folder) as shards:
+            for shard in shards:
+                if not (SHARD_PATTERN.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False)):
+                    continue
+                changed_at = shard.stat().st_mtime_ns
+                if self._scanned_at.get(shard.name) == changed_at:
+                    continue
+                # A change in the same tick of the file system's clock would not be seen later
+                is_settled = time.time_ns() - changed_at > CLOCK_TICK_NS
+                self._scanned_at[shard.name] = changed_at if is_settled else 0
+                names = [name for name in os.listdir(shard) if FILE_PATTERN.fullmatch(name)]
+                digests.update(bytes.fromhex(name) for name in names if len(name) == 2 * DIGEST_BYTES)
+        return digests
 
     def write(self, digest: bytes, image: bytes) -> None:
         """Write a file under a temporary name, then rename it: no reader sees a part of it."""

@@ -33,6 +33,7 @@ MAX_STAGED_BYTES: Final = 64 << 20  # images that are read and not yet in a bloc
 WRITE_PAUSE_S: Final = 10.0  # after a write that failed
 SWEEP_SHARE: Final = 16  # a sweep follows after 1/16 of the limit was written: other engines write too
 CLOSE_TIMEOUT_S: Final = 5.0  # limits the writes at the end of an engine
+REFRESH_S: Final = 1.0  # interval at which an idle thread looks for files of other engines
 MIN_JUDGED_S: Final = 0.02  # reading time from which a job's speed is judged
 
 
@@ -97,14 +98,25 @@ class _Counts:
 class DiskTier:
     """Writes what pools gain, reads what jobs ask for. Methods are for the engine's thread."""
 
-    def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """max_bytes  of all engines that use the directory"""
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        is_shared: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_bytes  of all engines that use the directory
+        is_shared  engines that run beside this one write files of its namespace
+        """
         self.is_alive = True  # False once it has ended after an error, or was closed
         self.progress = threading.Event()  # a job has a further image, or is done
         self.refused: Counter[str] = Counter()  # files, by reason
         self.num_dropped = 0  # blocks that were not written: the queue was full
         self._root = root
         self._max_bytes = max_bytes
+        self._is_shared = is_shared
+        self._pools: list[PooledFiles] = []
+        self._next_refresh_s = 0.0
         self._clock = clock
         self._counts = _Counts()
         self._writes: deque[QueuedWrite] = deque()
@@ -118,7 +130,8 @@ class DiskTier:
         self._closes_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
 
-    def start(self) -> None:
+    def start(self, pools: Sequence[PooledFiles]) -> None:
+        self._pools = list(pools)
         self._thread.start()
 
     def close(self) -> None:
@@ -200,7 +213,8 @@ class DiskTier:
                     self._write(self._writes[0])
                     self._writes.popleft()
                 elif self._closes_at_s is None:
-                    self._wake.wait(delay_s)
+                    self._refresh()
+                    self._wake.wait(min(delay_s, REFRESH_S) if self._is_shared else delay_s)
         except Exception:
             logger.exception("engine: the disk tier of the KV cache ends after an error")
         finally:
@@ -244,11 +258,24 @@ class DiskTier:
             self._sweep()
 
     def _sweep(self) -> None:
-        self._unswept_bytes = 0
+        stored_bytes, self._unswept_bytes = self._stored_bytes + self._unswept_bytes, 0
         try:
             self._stored_bytes = sweep(self._root, self._max_bytes)
+            if self._stored_bytes < stored_bytes:  # blocks that were removed may be written again
+                for pool in self._pools:
+                    pool.on_disk = pool.files.digests()
         except OSError as error:
             logger.warning("engine: the KV cache's directory cannot be swept: %s", error.strerror or error)
+
+    def _refresh(self) -> None:
+        """Find what other engines have written."""
+        if self._is_shared and self._clock() >= self._next_refresh_s:
+            self._next_refresh_s = self._clock() + REFRESH_S
+            try:
+                for pool in self._pools:
+                    pool.on_disk |= pool.files.changed_digests()
+            except OSError as error:
+                logger.warning("engine: the KV cache's directory cannot be read: %s", error.strerror or error)
 
     def _read(self, job: ReadJob) -> None:
         for pool, digest in job.keys:

@@ -23,12 +23,12 @@ NUM_BLOCKS = 8
 class Cache:
     """A pool of blocks of 64 bytes, and its tier."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, max_bytes: int = 1 << 20, is_shared: bool = False) -> None:
         self.memory = torch.zeros((NUM_BLOCKS + 1) * 4, 16, dtype=torch.uint8)
         self.pool = BlockPool(NUM_BLOCKS)
         files = BlockFiles(root / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
         self.pooled = PooledFiles(self.pool, CacheImages([self.memory], 4), files)
-        self.tier = DiskTier(root, 1 << 20)
+        self.tier = DiskTier(root, max_bytes, is_shared)
         self.pool.on_gained.append(lambda digest, block: self.tier.on_gained(self.pooled, digest, block))
 
     def fill(self, number: int) -> bytes:
@@ -61,7 +61,7 @@ def read_all(cache: Cache, job: ReadJob) -> list[bytes]:
 
 
 def test_written_behind_and_read_back(cache: Cache) -> None:
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     digests = [cache.fill(number) for number in range(5)]
     cache.wait()
     job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
@@ -87,7 +87,7 @@ def test_block_that_is_reused_while_it_is_copied_is_not_written(
 
     monkeypatch.setattr(cache.pooled.images, "read", copy)
     digests = [cache.fill(number) for number in range(NUM_BLOCKS)]
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     cache.wait()
     assert reused and cache.pooled.on_disk == cache.pooled.files.digests() == set(digests) - set(reused)
     for number, digest in enumerate(digests):
@@ -97,7 +97,7 @@ def test_block_that_is_reused_while_it_is_copied_is_not_written(
 
 def test_block_that_is_lost_before_its_turn_is_not_written(cache: Cache) -> None:
     digests = [cache.fill(number) for number in range(NUM_BLOCKS + 3)]
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     cache.wait()
     assert cache.pooled.files.digests() == set(digests[3:])
 
@@ -106,20 +106,20 @@ def test_full_queue_drops_blocks(cache: Cache, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(disk_tier, "MAX_QUEUED_WRITES", 2)
     digests = [cache.fill(number) for number in range(5)]
     assert cache.tier.num_dropped == 3
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     wait_until(lambda: cache.pooled.on_disk == set(digests[:2]))
 
 
 def test_close_writes_what_is_queued(cache: Cache) -> None:
     cache.tier._next_write_s = 1e6
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     digests = [cache.fill(number) for number in range(5)]
     cache.tier.close()
     assert cache.pooled.files.digests() == set(digests) and not cache.tier.is_alive
 
 
 def test_job_slower_than_computing_stops(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
     cache.wait()
     ticks = count()
@@ -131,7 +131,7 @@ def test_job_slower_than_computing_stops(cache: Cache, monkeypatch: pytest.Monke
 
 def test_staged_images_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "MAX_STAGED_BYTES", 100)
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
     cache.wait()
     job, other = ReadJob(keys, 1e9, 0.0), ReadJob(keys[:1], 1e9, 0.0)
@@ -147,7 +147,7 @@ def test_staged_images_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch
 
 
 def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.tier.start()
+    cache.tier.start([cache.pooled])
     digest = cache.fill(1)
     cache.wait()
     broken = threading.Event()
@@ -162,3 +162,29 @@ def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch
     assert broken.is_set()
     cache.fill(2)
     assert cache.pooled.files.digests() == {digest}
+
+
+def test_files_of_a_replica_are_found(cache: Cache, tmp_path: Path) -> None:
+    other = Cache(tmp_path, is_shared=True)
+    other.tier.start([other.pooled])
+    cache.tier.start([cache.pooled])
+    for number in range(3):
+        digest = cache.fill(number)
+        wait_until(lambda digest=digest: digest in other.pooled.on_disk)
+    job = ReadJob([(other.pooled, digest)], 1e9, 0.0)
+    assert read_all(other, job) == [bytes([2] * 64)]
+    other.tier.close()
+
+
+def test_blocks_that_a_sweep_removed_are_written_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, max_bytes=700)
+    cache.tier.start([cache.pooled])
+    for number in range(40):
+        cache.fill(number)
+        cache.wait()
+    assert cache.pooled.on_disk == cache.pooled.files.digests()
+    assert 0 < len(cache.pooled.on_disk) * cache.pooled.files.file_bytes <= 700
+    digest = cache.fill(0)
+    cache.wait()
+    assert digest in cache.pooled.files.digests()
+    cache.tier.close()

@@ -70,7 +70,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(root: Path) -> Iterator[Engine]:
     engine = Engine(root)
-    engine.tier.start()
+    engine.tier.start([engine.pooled])
     yield engine
     engine.tier.close()
 
@@ -132,7 +132,7 @@ def test_only_what_is_faster_to_read_is_read(
     monkeypatch.setattr(
         engine.tier, "read_seconds", lambda num_bytes: num_bytes / engine.pooled.files.file_bytes
     )
-    engine.tier.start()
+    engine.tier.start([engine.pooled])
     state = engine.add("a")  # 5 blocks of a second each
     engine.step()
     assert state.is_loading == is_read

@@ -67,7 +67,7 @@ OTHER_APIS: Mapping[str, str] = {
     "/embedding": f"llama-server's own API is not served; use {EMBEDDING_ROUTE}",
     "/apply-template": "llama-server's own API is not served; use POST /tokenize",
     "/props": "llama-server's own API is not served; use GET /v1/models",
-    "/slots": "there are no slots; see /metrics",
+    "/slots": "there are no slots, and --kv-cache-dir saves and restores all conversations; see /metrics",
     "/pooling": f"vLLM's pooling is not served; use {EMBEDDING_ROUTE}",
     "/classify": "classifiers are not served; use /v1/score or /v1/rerank",
     "/tokenizer_info": "the tokenizer is not sent; name its directory to the client (lm-eval: tokenizer=)",
@@ -217,7 +217,8 @@ def _allowed_methods(error: HTTPException) -> str:
 def _suggest_route(path: str, known: Collection[str]) -> str:
     """A hint at the route to use instead; "" if nothing is similar."""
     path = path.rstrip("/")
-    if (hint := OTHER_APIS.get(path)) is not None:
+    hint = OTHER_APIS.get(path) or OTHER_APIS.get(path.rstrip("/0123456789"))  # llama-server: /slots/0
+    if hint is not None:
         return f": {hint}"
     similar = [f"/v1{path}"] if f"/v1{path}" in known else []
     if not similar and len(path) <= MAX_SUGGESTED_CHARS:
