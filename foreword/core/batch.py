@@ -322,7 +322,7 @@ class KVShape(NamedTuple):
 class HeadShape(NamedTuple):
     """Memory of a trained head for each token of the target."""
 
-    kv: KVShape  # of its layer
+    kv: KVShape | None  # of its layer; None: it reads K and V of the target alone
     hidden_size: int  # W: width of the hidden states that it reads and recycles
 
 
@@ -332,7 +332,7 @@ class HeadCache(NamedTuple):
     Slot of token p: the hidden state that is read with token p + 1, and K and V of token p.
     """
 
-    kv: KVLayer
+    kv: KVLayer | None
     hidden: Tensor  # [S, W] of the activations' type
 
 

@@ -116,7 +116,7 @@ def _load_models(
         return LoadedModels(target)
     path, target_path = Path(str(config.draft_model)), Path(str(config.model))
     method, dummy = head_method(path, target_path), config.load_format == "dummy"
-    if method == "mtp":
+    if method is not None and path == target_path:
         target.head = load_mtp_head(
             path, target, ops, precision, resolved.device, dummy, config.gguf_dequantize
         )

@@ -145,6 +145,7 @@ class DraftJob:
     min_logprob_sum: float  # stop once the sum of the draft's log-probabilities is below this
     sampling: DraftSamplingParams
     mrope_offset: int = 0  # position of text minus token index on all axes; see MRopePositions.offset
+    fixed_position: int | None = None  # of all rows, instead of the indices of their slots
 
 
 @dataclass(frozen=True, slots=True)

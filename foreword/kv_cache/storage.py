@@ -72,7 +72,8 @@ class KVStorage:
         if head is not None:
             slots += num_draft_blocks * block_size
             hidden = self._zeros((slots, head.hidden_size), state_dtype)
-            self.head = HeadCache(self._make_layer(slots, head.kv, stored), hidden)
+            layer = None if head.kv is None else self._make_layer(slots, head.kv, stored)
+            self.head = HeadCache(layer, hidden)
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
@@ -96,7 +97,7 @@ class KVStorage:
     def _parts(self) -> list[KVLayer | StateLayer]:
         """Memory of each layer that has its own, and of a trained head's layer."""
         own: list[LayerCache] = list({id(layer): layer for layer in self._layers}.values())
-        own += [] if self.head is None else [self.head.kv]
+        own += [] if self.head is None or self.head.kv is None else [self.head.kv]
         parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
         return [part for part in parts if part is not None]
 

@@ -55,7 +55,7 @@ class Decoder(ABC):
         embedding = load_linear(ops, body, weight_format, hidden, {self.EMBEDDING: self.vocab_size})
         scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
         self.embedding_weight = embedding
-        self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
+        self.embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
         self._per_layer: PerLayerEmbedding | None = None
         if config.per_layer_size:
             formats, sizes = (precision.embedding_format, precision.linear_format), (self.vocab_size, hidden)
@@ -121,7 +121,7 @@ class Decoder(ABC):
     ) -> tuple[Tensor, list[Tensor]]:
         """Output of the last layer [T, H], and the residual streams [T, H] entering the layers `taps`."""
         self.lora.batch = batch
-        x = self._embedding(batch.token_ids)
+        x = self.embedding(batch.token_ids)
         features = batch.image_features
         if features is not None:
             values = features.values[:, : self.config.hidden_size]

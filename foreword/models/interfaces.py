@@ -55,6 +55,7 @@ class Head(Protocol):
     info: ModelInfo
     cache_shape: HeadShape
     taps: tuple[int, ...]  # layers whose input it reads; the number of layers means the last one's output
+    is_anchored: bool  # rows of a draft see the target's tokens alone, all from the position of the last one
 
     @property
     def uses_mrope(self) -> bool:
@@ -69,7 +70,7 @@ class Head(Protocol):
         embeddings [T, H]: input of its first layer; taps [T, H] of each of `taps`
         """
 
-    def compile_draft(self, cache: HeadCache) -> Callable[[Batch], Tensor]:
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """Compile one pass over draft rows: logits of sampled rows, float32 [R, V] of the target's V.
 
         A row reads the hidden state of the slot before, and writes its own, with K and V.

@@ -20,6 +20,8 @@ HEADS = MappingProxyType(
         "Eagle3Speculator": "eagle3",
         "Eagle3DraftModel": "eagle3",
         "eagle3": "eagle3",
+        "Gemma4AssistantForCausalLM": "mtp",
+        "Gemma4UnifiedAssistantForCausalLM": "mtp",
     }
 )
 

@@ -36,7 +36,7 @@ BATCH_SPACES = {
     "prev_slots": AddressSpace.PREV_SLOTS,
 }
 
-JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct DraftJob
+JOB_STRUCT = struct.Struct("=7qQ2q4d")  # struct DraftJob
 
 
 @dataclass(slots=True)
@@ -277,6 +277,7 @@ class DraftCall:
             job.mrope_offset,
             job.first_draft_index,
             job.max_tokens,
+            -1 if job.fixed_position is None else job.fixed_position,
             sampling.seed,
             sampling.greedy,
             sampling.top_k,

@@ -21,7 +21,7 @@ from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision
+from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
@@ -115,6 +115,7 @@ class Eagle3:
     """See Head. x [T, H] becomes fc(taps) [T, h], and a pair [T, 2h] with the embedding of a token."""
 
     method = "eagle3"
+    is_anchored = False
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class Eagle3:
 
     def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
         """See Head."""
+        assert cache.kv is not None
         ops = self._ops
         ops.write_hidden(self._fc(self._join(taps)), cache.hidden, batch.slots)
         if not self._reads_target_input:
@@ -182,13 +184,16 @@ class Eagle3:
         pair, _ = self._pair(embeddings, batch, cache)
         self._attention.write_kv(pair, self._context(batch), cache.kv)
 
-    def compile_draft(self, cache: HeadCache) -> Callable[[Batch], Tensor]:
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """See Head."""
+        cache = kv_cache.head
+        assert cache is not None and cache.kv is not None
+        layer = cache.kv
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops
             pair, residual = self._pair(self._embedding(batch.token_ids), batch, cache)
-            x = self._attention(pair, self._context(batch), cache.kv, residual)
+            x = self._attention(pair, self._context(batch), layer, residual)
             x = self._mlp(self._mlp_norm(x), x)
             y = self._norm(x)
             ops.write_hidden(y if self._config.norm_output else x, cache.hidden, batch.slots)

@@ -14,7 +14,9 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
+from foreword.models.heads import gemma4_assistant
 from foreword.models.heads.eagle3 import Eagle3, Eagle3Config
+from foreword.models.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from foreword.models.heads.mtp import MTP
 from foreword.models.interfaces import Head, Precision
 from foreword.models.model_loader import (
@@ -34,14 +36,18 @@ from foreword.weights.safetensors_weights import SafetensorsWeights
 from foreword.weights.trained_heads import MTPNames
 
 # Tensors of training: members of the draft vocabulary, and the target's own output layer
-UNUSED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+UNUSED_TENSORS = (
+    *("t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
+    *gemma4_assistant.UNUSED_TENSORS,
+)
+HeadConfig = Eagle3Config | AssistantConfig
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadFiles:
     """A head's config and tensors."""
 
-    config: Eagle3Config
+    config: HeadConfig
     weights: Weights
     headers: Weights  # the same without memory
     vocab_ids: Tensor | None  # int64 [draft vocabulary]: the target's id of each logit; None: the same ids
@@ -58,16 +64,8 @@ def read_head_info(
         options = (target, MetaOps(), Precision.from_dtypes("float32"))
         return _read_mtp_info(path, options, dummy, gguf_dequantize)
     files = _dummy_files(path, "cpu") if dummy else _open_files(path, gguf_dequantize)
-    head = Eagle3(
-        files.config,
-        target,
-        MetaOps(),
-        Precision.from_dtypes("float32"),
-        files.headers,
-        "cpu",
-        INFO_MAX_MODEL_LEN,
-        files.vocab_ids,
-    )
+    precision = Precision.from_dtypes("float32")
+    head = _make_head(files, target, MetaOps(), precision, files.headers, "cpu", INFO_MAX_MODEL_LEN)
     files.check_all_read()
     return files.describe(head.info)
 
@@ -87,10 +85,24 @@ def load_head(
     with open_device_loader(device) as device_loader:
         options = (gguf_dequantize, progress, device_loader)
         files = _dummy_files(path, device) if dummy else _open_files(path, *options)
-        sizes = (device, max_model_len, files.vocab_ids)
-        head = Eagle3(files.config, target, ops, precision, files.weights, *sizes)
+        head = _make_head(files, target, ops, precision, files.weights, device, max_model_len)
         files.check_all_read()
         return head
+
+
+def _make_head(
+    files: _HeadFiles,
+    target: Decoder,
+    ops: Ops,
+    precision: Precision,
+    weights: Weights,
+    device: str,
+    max_model_len: int,
+) -> Head:
+    options = (target, ops, precision, weights, device, max_model_len)
+    if isinstance(files.config, AssistantConfig):
+        return Gemma4Assistant(files.config, *options)
+    return Eagle3(files.config, *options, files.vocab_ids)
 
 
 def _read_mtp_info(
@@ -155,18 +167,25 @@ def _dummy_files(path: Path, device: str) -> _HeadFiles:
     """Random weights for a config.json."""
     config = _read_config(path)
     weights = DummyWeights(device, getattr(torch, config.layer.dtype))
-    vocab_size, size = config.layer.vocab_size, config.draft_vocab_size
+    vocab_size = size = config.layer.vocab_size
+    if isinstance(config, Eagle3Config):
+        size = config.draft_vocab_size
     vocab_ids = None if size == vocab_size else torch.arange(size) * (vocab_size // size)
     return _HeadFiles(config, weights, MetaWeights(), vocab_ids, lambda: None)
 
 
-def _read_config(path: Path) -> Eagle3Config:
+def _read_config(path: Path) -> HeadConfig:
     file = path / "config.json"
-    return Eagle3Config.read(ConfigReader(read_json(file), str(file)))
+    config = ConfigReader(read_json(file), str(file))
+    if config.get("model_type", None) in gemma4_assistant.MODEL_TYPES:
+        return AssistantConfig.read(config)
+    return Eagle3Config.read(config)
 
 
-def _read_vocab_ids(config: Eagle3Config, files: SafetensorsWeights) -> Tensor | None:
+def _read_vocab_ids(config: HeadConfig, files: SafetensorsWeights) -> Tensor | None:
     """The tensor d2t holds differences to the ids of the draft vocabulary."""
+    if not isinstance(config, Eagle3Config):
+        return None
     size = config.draft_vocab_size
     if not files.has("d2t"):
         if size == config.layer.vocab_size:

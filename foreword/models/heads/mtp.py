@@ -10,12 +10,12 @@ from torch import Tensor
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Embedding, Linear, load_linear
+from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision
+from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
 from foreword.models.model_info import describe_model
@@ -30,6 +30,7 @@ class MTP:
     """
 
     method = "mtp"
+    is_anchored = False
 
     def __init__(
         self,
@@ -46,7 +47,6 @@ class MTP:
         self._ops = ops
         self._target = target
         self._layer_type = config.layer_types[0]
-        self._embedding = Embedding(ops, target.embedding_weight, precision.dtype)
         self._embedding_norm = build_norm(ops, config, body, names.embedding_norm)
         self._hidden_norm = build_norm(ops, config, body, names.hidden_norm)
         joint = load_linear(ops, body, precision.linear_format, 2 * size, {names.joint: size})
@@ -78,16 +78,20 @@ class MTP:
 
     def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
         """See Head."""
+        assert cache.kv is not None
         self._ops.write_hidden(self._target.norm(taps[0]), cache.hidden, batch.slots)
         self._layer.write_kv(self._join(embeddings, batch, cache), self._context(batch), cache.kv)
 
-    def compile_draft(self, cache: HeadCache) -> Callable[[Batch], Tensor]:
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """See Head."""
+        cache = kv_cache.head
+        assert cache is not None and cache.kv is not None
+        layer = cache.kv
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops
-            x = self._join(self._embedding(batch.token_ids), batch, cache)
-            y = self._norm(self._layer(x, self._context(batch), cache.kv))
+            x = self._join(self._target.embedding(batch.token_ids), batch, cache)
+            y = self._norm(self._layer(x, self._context(batch), layer))
             ops.write_hidden(y, cache.hidden, batch.slots)
             return self._target.lm_head(ops.index_rows(y, batch.sample_rows))
 

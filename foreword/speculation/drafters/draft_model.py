@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
@@ -206,6 +206,11 @@ class EagerDraftLoop:
             with_request_index=self._ops.supports_graphs,
             with_prev_slots=self._with_prev_slots,
         )
+        if drafts[0].job.fixed_position is not None:  # of all jobs, which have a row each
+            positions = torch.zeros_like(batch.positions)
+            fixed = [draft.job.fixed_position or 0 for draft in drafts]
+            positions[: len(drafts)] = torch.tensor(fixed, device=positions.device)
+            batch = replace(batch, positions=positions)
         logits = self._forward(batch)
         if not sampled:
             return

@@ -45,7 +45,7 @@ class HeadDrafter:
     ) -> None:
         assert kv.head is not None
         self.name = head.method
-        forward = head.compile_draft(kv.head)
+        forward = head.compile_draft(kv)
         self._draft_loop = forward if isinstance(forward, DraftLoop) else None
         options = (kv.block_size, kv.device, head.uses_mrope)
         self._eager_loop = EagerDraftLoop(forward, ops, sampler, *options, with_prev_slots=True)
@@ -55,6 +55,7 @@ class HeadDrafter:
         self._first_scratch_block = kv.num_blocks + 1
         self._strip_size = num_strip_blocks(max_draft_len, kv.block_size)
         self._max_draft_len = max_draft_len
+        self._is_anchored = head.is_anchored
 
     def start(self, state: RequestState) -> None:
         pass
@@ -138,6 +139,7 @@ class HeadDrafter:
             max_tokens=min(request.max_draft_tokens, self._max_draft_len),
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_sampling_params(state.request, self._vocab_size),
+            fixed_position=request.num_tokens - 2 if self._is_anchored else None,
             mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,
         )
 

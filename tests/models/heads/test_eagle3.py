@@ -159,7 +159,7 @@ class Runner:
         assert self.kv.head is not None
         self.cache = self.kv.head
         self.forward = self.target.compile_logits(self.kv)
-        self.draft = self.head.compile_draft(self.cache)
+        self.draft = self.head.compile_draft(self.kv)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         self.blocks = (order + 1).tolist()
         self.scratch = [num_blocks + 1, num_blocks + 2]

@@ -43,7 +43,7 @@ public:
         const int64_t* blocks = request.blocks;
         token_ids_.insert(token_ids_.end(), token_ids, token_ids + count);
         for (int64_t position = request.computed; position < request.computed + count; position++) {
-            positions_.push_back(position);
+            positions_.push_back(request.job->fixed_position < 0 ? position : request.job->fixed_position);
             mrope_positions_.insert(mrope_positions_.end(), NUM_AXES, position + request.job->mrope_offset);
             slots_.push_back(slot(blocks, position));
             prev_slots_.push_back(position > 0 ? slot(blocks, position - 1) : 0);
@@ -131,7 +131,7 @@ private:
     bool fits(const DraftJob& job) const {
         if (job.num_tokens < 1 || job.max_tokens < 0 || job.max_tokens > draft_.max_tokens || job.num_blocks < 0) return false;
         const int64_t slots = job.num_blocks * batch_.block_size(), rows = job.num_tokens + std::max<int64_t>(job.max_tokens - 1, 0);
-        return 0 <= job.start_position && job.start_position <= slots - rows;
+        return 0 <= job.start_position && job.start_position <= slots - rows && -1 <= job.fixed_position && job.fixed_position < slots;
     }
 
     void add(JobState& request, const int64_t* token_ids, int64_t count) {

@@ -13,9 +13,10 @@ namespace foreword {
 //   mrope_offset     M-RoPE position minus position, on all axes
 //   first_index      absolute index of the first draft token: the counter of its noise
 //   max_tokens       draft tokens at most; 0: only compute the known tokens
+//   fixed_position   position of all rows, instead of the indices of their slots; -1: none
 //   min_logprob_sum  stop once the sum of log-probabilities is below this
 struct DraftJob {
-    int64_t num_tokens, start_position, num_blocks, mrope_offset, first_index, max_tokens;
+    int64_t num_tokens, start_position, num_blocks, mrope_offset, first_index, max_tokens, fixed_position;
     uint64_t seed;
     int64_t greedy, top_k;
     double min_logprob_sum, temperature, top_p, min_p;
