@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.core.images import expand_placeholders
 from foreword.core.outputs import KVDiskStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
@@ -36,6 +37,7 @@ from tests.support.engines import (
     verified_drafts,
 )
 from tests.support.heads import train_head, write_random_head
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.support.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {
@@ -127,6 +129,30 @@ def test_answers_are_equal_with_blocks_from_disk(case: str, tmp_path: Path) -> N
     assert answers_of(restarted, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
     stats, num_prompt = disk_stats(restarted), sum(len(request.prompt_ids) for request in requests[-2:])
     assert stats.hit_tokens > 0.8 * num_prompt and not stats.refused
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_blocks_with_images_are_read(tmp_path: Path, family: str) -> None:
+    """Also a prefix that ends within an image, which is encoded again; another image finds none."""
+    checkpoint = write_vision_checkpoint(tmp_path / "model", family, seed=5)
+    options = {"kv_cache_memory": "1000tokens", "max_model_len": 239, "max_num_batched_tokens": 64}
+    text = [40 + i % 7 for i in range(70)]
+    requests = []
+    for number, (images, length) in enumerate([((1,), 70), ((1, 2), 70), ((2,), 70), ((1,), 9)]):
+        ids = [token for _ in images for token in (*text[:30], IMAGE_TOKEN_ID)] + text[:length]
+        shown = [random_image(checkpoint, image) for image in images]
+        prompt, placed = expand_placeholders(ids, IMAGE_TOKEN_ID, shown)
+        request = make_request(f"turn {number}", prompt, seed=number, max_tokens=6)
+        requests.append(replace(request, images=placed))
+    expected = answers_of(load_engine(checkpoint, **options), requests)
+    options["kv_cache_dir"] = str(tmp_path / "kv")
+    assert answers_of(load_engine(checkpoint, **options), requests) == expected
+    restarted = load_engine(checkpoint, **options)
+    assert answers_of(restarted, requests) == expected and disk_stats(restarted).hit_tokens > 150
+    other = load_engine(checkpoint, **options)
+    replaced = [replace(random_image(checkpoint, 3), start=image.start) for image in requests[0].images]
+    answers_of(other, [replace(requests[0], images=tuple(replaced))])
+    assert disk_stats(other).hit_tokens <= 30
 
 
 def cut(path: Path) -> None:

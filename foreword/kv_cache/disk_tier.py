@@ -125,7 +125,7 @@ class DiskTier:
         self._staged_bytes = 0
         self._next_write_s = 0.0
         self._stored_bytes = 0  # of all engines at the last sweep
-        self._unswept_bytes = 0  # written since
+        self._unswept_bytes = max_bytes  # written since; the first write is followed by a sweep
         self._wake, self._taken = threading.Event(), threading.Event()
         self._closes_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
@@ -203,7 +203,6 @@ class DiskTier:
 
     def _run(self) -> None:
         try:
-            self._sweep()
             while not self._is_over():
                 self._wake.clear()
                 if self._reads:
