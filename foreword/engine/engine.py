@@ -217,7 +217,8 @@ class Engine:
         if scheduled.pooling_requests:
             pooled = self._pooling_pass.run(scheduled.pooling_requests)  # _build_and_pool()
             events += self._update_pooling(scheduled, pooled)
-        if not (scheduled.requests or scheduled.pooling_requests) and self.prefix_loader is not None:
+        is_idle = not (scheduled.requests or scheduled.pooling_requests or self._encoder_rows or events)
+        if is_idle and self.prefix_loader is not None and self.prefix_loader.is_busy:
             self.prefix_loader.wait()
         return events
 

@@ -159,6 +159,7 @@ export class ServerView {
       ["prompt tokens/s", fmt.number(prompt.at(-1)?.[1] ?? 0), prompt.map(point => point[1])],
       ["of the KV cache in use", fmt.percent(now.sum("kv_cache_usage_ratio") / Math.max(now.list("kv_cache_usage_ratio").length, 1)), history("kv_cache_usage_ratio")],
       ["of prompt tokens cached", share("prefix_cache_hits_total", "prefix_cache_queries_total"), null, fmt.percent],
+      ...(now.sum("kv_disk_bytes_total") ? [["of prompt tokens read from disk", share("kv_disk_hit_tokens_total", "prefix_cache_queries_total"), null, fmt.percent]] : []),
       ["of drafted tokens accepted", share("spec_accepted_tokens_total", "spec_draft_tokens_total"), null, fmt.percent],
       ["to the first token (median)", firstToken, null, fmt.seconds],
     ];
