@@ -158,6 +158,31 @@ def start_long_answer(url: str, log_text: list[str]) -> threading.Thread:
     return thread
 
 
+def test_conversation_is_read_from_disk_after_a_restart(tiny: Path, tmp_path: Path) -> None:
+    """By its key alone; a key of the command line is the same one in the next process."""
+    config = Config(
+        model=str(tiny),
+        speculate="off",
+        max_model_len=192,
+        api_key="one,two",
+        kv_cache_dir=str(tmp_path),
+    )
+    said = {**ASK, "messages": [{"role": "user", "content": "the thing in " * 8}]}
+    replies = []
+    for keys in (("one",), ("two", "one")):
+        with ServerProcess(config) as server:
+            url = f"{server.url}/v1/chat/completions"
+            for key in keys:
+                headers = {"Authorization": f"Bearer {key}"}
+                replies.append(httpx.post(url, json=said, headers=headers, timeout=WAIT_S).json())
+            os.kill(server.pid, signal.SIGTERM)
+            assert server.wait(WAIT_S) == 0
+    first, other, again = replies
+    assert first["choices"] == again["choices"] == other["choices"]
+    cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+    assert cached[:2] == [0, 0] and cached[2] > 0.8 * first["usage"]["prompt_tokens"]
+
+
 @pytest.fixture(scope="module")
 def long_context_model(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A model whose answers outlast the tests."""
