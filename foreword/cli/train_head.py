@@ -25,7 +25,7 @@ from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count, loading_bar, set_up_logging, stderr_console
 from foreword.config.options import Config
 from foreword.demo import DEFAULT_MODEL
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, Terminated
 from foreword.llm import LLM
 from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.planning.hardware import hardware_info, probe_hardware
@@ -147,17 +147,31 @@ def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: 
     )
     covered = _share_covered(held_out, set(draft_ids))
     say(f"draft vocabulary: {len(draft_ids)} of {vocab_size} tokens, {covered:.1%} of the held-out answers")
-    trainer.train(REPORT_S, EVALUATE_S, lambda progress: say(_progress_line(progress)))
-    name, architectures = str(config.model or DEFAULT_MODEL), _architectures(resolve_paths(config))
+    name = str(config.model or DEFAULT_MODEL)
+    target_names = name, _architectures(resolve_paths(config))
+    dtype = getattr(torch, args.head_dtype)
     try:
-        write_head(folder, head, name, architectures, getattr(torch, args.head_dtype))
-        size = (folder / "model.safetensors").stat().st_size
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: {error.strerror or error}; the same command goes on", "output"
-        ) from None
+        trainer.train(REPORT_S, EVALUATE_S, lambda progress: say(_progress_line(progress)))
+    except (KeyboardInterrupt, Terminated):
+        _write(folder, head, target_names, dtype)
+        steps = f"stopped at step {trainer.step} of {trainer.num_steps}"
+        say(f"{steps}: {folder} has the head as it is; the same command goes on from the last checkpoint")
+        raise
+    size = _write(folder, head, target_names, dtype)
     say(f"{folder}: EAGLE-3 head for {name}, {size / 1e6:.1f} MB; held out: {_describe(trainer.measure())}")
     say(f"foreword serve {name} --draft-model {folder}")
+
+
+def _write(
+    folder: Path, head: Eagle3DraftModel, target_names: tuple[str, Sequence[str]], dtype: torch.dtype
+) -> int:
+    """Write the head and return the bytes of its weights. target_names: as in write_head()"""
+    try:
+        write_head(folder, head, *target_names, dtype)
+        return (folder / "model.safetensors").stat().st_size
+    except OSError as error:
+        problem = f"{folder}: {error.strerror or error}; the same command goes on"
+        raise ConfigError(problem, "output") from None
 
 
 def _head_shape(args: argparse.Namespace, target: TargetModel, draft_vocab_size: int) -> Eagle3Shape:

@@ -49,6 +49,13 @@ def test_a_head_is_trained_and_the_command_goes_on(
     assert all(torch.equal(value, again[name]) for name, value in tensors.items())
     assert "step 8 of 8" in capsys.readouterr().err
 
+    with monkeypatch.context() as patch:
+        patch.setattr("foreword.cli.train_head.Trainer.train", interrupt)
+        (output / "model.safetensors").unlink()
+        assert main(words) == 130
+        assert "stopped at step 8 of 8" in capsys.readouterr().err
+        assert load_file(output / "model.safetensors").keys() == tensors.keys()
+
     assert main([*words, "--epochs", "3"]) == 2
     assert "was made with epochs 2: choose another --output or remove it" in capsys.readouterr().err
     assert main([*words, "--temperature", "0.5"]) == 2
@@ -64,6 +71,10 @@ def test_a_head_is_trained_and_the_command_goes_on(
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main(words) == 2
     assert "is in use by another run" in capsys.readouterr().err
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
