@@ -5,6 +5,7 @@ from typing import Final
 
 MODEL: Final[Path] = Path(__file__).parent / "model"
 DRAFTER: Final[Path] = Path(__file__).parent / "drafter"
+HEAD: Final[Path] = Path(__file__).parent / "head"  # EAGLE-3 head of MODEL, made by `foreword train-head`
 
 # Vision-language model of coloured shapes and digits, its text-only draft model, an image of 3 red circles.
 VISION_MODEL: Final[Path] = Path(__file__).parent / "vision"

@@ -11,7 +11,8 @@ from jinja2 import Environment
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from foreword import demo
+from foreword import LLM, SamplingParams, demo
+from foreword.models.heads.head_loader import read_head_info
 from tests.support.budget import examples
 
 FOLDERS = (demo.MODEL, demo.DRAFTER)
@@ -50,6 +51,42 @@ def test_bundle_fits_in_32_mb() -> None:
 
 def test_draft_model_is_10_to_50_times_smaller() -> None:
     assert 10 <= parameters(demo.MODEL) / parameters(demo.DRAFTER) <= 50
+
+
+def test_head_is_small_and_fits_the_model() -> None:
+    assert sum(file.stat().st_size for file in demo.HEAD.iterdir()) <= 1.2e6
+    config = read_json(demo.HEAD / "config.json")
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "demo",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    info = read_head_info(demo.HEAD, demo.MODEL)
+    assert (
+        info.architecture == "eagle3"
+        and info.vocab_size == read_json(demo.MODEL / "config.json")["vocab_size"]
+    )
+
+
+def test_head_drafts_the_examples() -> None:
+    conversations = [[{"role": "user", "content": text}] for _, text in demo.EXAMPLES]
+    params, options = (
+        SamplingParams(temperature=0, max_tokens=100),
+        {"threads": 1, "kv_cache_memory": "8000tokens"},
+    )
+    plain = LLM("demo", speculate="off", **options).chat(conversations, params)
+    head = LLM(
+        "demo",
+        draft_model=str(demo.HEAD),
+        speculate="eagle3",
+        draft_length="fixed",
+        num_speculative_tokens=3,
+        **options,
+    )
+    drafted = head.chat(conversations, params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    num_steps = sum(output.metrics.verify_steps for output in drafted if output.metrics)
+    num_tokens = sum(len(output.token_ids) - 1 for output in drafted)
+    assert num_tokens / num_steps > 2, "as training measured on held-out answers, and more"
 
 
 def test_tokenizers_are_equal() -> None:
