@@ -118,7 +118,7 @@ class LLM:
         self.stats = StepStats()
         self._sampling_defaults = SamplingDefaults.from_config(config, self.tokenizer)
         self._client = LocalClient(
-            config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
+            config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary, on_progress
         )
         self._encoder = load_local_encoder(config) if config.embedding_model else None
         self._pooling_config = read_decoder_pooling_config(prepared.path)

@@ -64,7 +64,10 @@ def test_trained_head_needs_no_tokenizer(tmp_path: Path) -> None:
     """Its method joins the drafters, without an import of what it computes."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     head = write_random_head(tmp_path / "head", checkpoint)
-    for speculate, names in (("auto", ("grammar", "prediction", "suffix", "eagle3")), ("draft", ("eagle3",))):
+    for speculate, names in (
+        ("auto", ("grammar", "prediction", "suffix", "text", "eagle3")),
+        ("draft", ("eagle3",)),
+    ):
         config = Config(model=str(checkpoint), draft_model=str(head), speculate=speculate)
         prepared = prepare_checkpoint(config).config
         assert prepared.drafter_names() == names and resolve_paths(prepared) == prepared

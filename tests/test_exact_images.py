@@ -29,7 +29,7 @@ MAX_MODEL_LEN = 239  # one below a block boundary
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "family": tuple(VISION_FAMILIES),
     "speculate": (
-        *("off", "ngram", "suffix", "reads", "sees", "eagle3"),
+        *("off", "ngram", "suffix", "text", "reads", "sees", "eagle3"),
         *("replay 0", "replay 0.3", "replay 1", "auto"),
     ),
     "draft_length": ("fixed", "adaptive"),
@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 PLAIN = {name: values[0] for name, values in SETTINGS.items()}
 PAIRS = pairwise(SETTINGS) if is_full() else []
 CROWDED = PLAIN | {"concurrent": 7, "cache": "small", "prefix_caching": True, "chunk": 7}
-QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "sees", "eagle3")]
+QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "text", "sees", "eagle3")]
 SIZES = ((40, 30), (97, 13), (9, 71), (64, 64), (33, 50))  # (width, height)
 TEXT = 0  # text in PROMPTS; images are numbered from 1
 PROMPTS: tuple[tuple[int, ...], ...] = (

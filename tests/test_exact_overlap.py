@@ -240,7 +240,7 @@ def visits(numbers: Sequence[int]) -> st.SearchStrategy[list[Visit]]:
 
 OPTIONS = st.fixed_dictionaries(
     {
-        "speculate": st.sampled_from(("off", "draft", "draft", "suffix", "ngram,draft", "auto")),
+        "speculate": st.sampled_from(("off", "draft", "draft", "suffix", "text", "ngram,draft", "auto")),
         "draft_length": st.sampled_from(("fixed", "fixed", "adaptive")),
         "num_speculative_tokens": st.sampled_from((1, 3, 6)),
         "prefix_caching": st.booleans(),

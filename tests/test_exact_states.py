@@ -101,7 +101,9 @@ def random_wave(chance: random.Random, wave: int, known: Sequence[Sequence[int]]
 
 
 def random_options(chance: random.Random, drafter: Path, head: Path) -> dict[str, Any]:
-    method = chance.choice(("off", "ngram", "suffix", "suffix,draft", "draft", "eagle3", "suffix,eagle3"))
+    method = chance.choice(
+        ("off", "ngram", "suffix", "text", "suffix,draft", "draft", "eagle3", "suffix,eagle3")
+    )
     draft_model = head if "eagle3" in method else drafter if "draft" in method else None
     return {
         "speculate": method,

@@ -34,7 +34,6 @@ from tests.support.device import DEVICE
 from tests.support.fake_cuda import FakeCuda
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.graph_capture_fake import GraphCapturableOps
-from tests.support.heads import add_vocab, head_config, head_tensors, write_head
 from tests.support.triton_interpreter import exact_dot, fast_interpreter
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.test_exact_overlap import VOCABULARY, observe
@@ -274,24 +273,6 @@ def test_triton_with_a_draft_model(model: Path, drafter: Path) -> None:
         "num_speculative_tokens": 1,
     }
     check_equal(TritonOps, model, AMPERE, requests((1,), 3, pools=False), enforce_eager=True, **options)
-
-
-def test_triton_with_a_trained_head(model: Path, tmp_path: Path) -> None:
-    """Without graphs and overlap: commits, and drafts pass by pass."""
-    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
-    config = head_config(model, eagle_config=taps, draft_vocab_size=40)
-    tensors = head_tensors(config, config["hidden_size"])
-    add_vocab(tensors, config["vocab_size"], 40)
-    options = {
-        "speculate": "eagle3",
-        "draft_model": str(write_head(tmp_path / "head", config, tensors)),
-        "draft_length": "fixed",
-        "num_speculative_tokens": 2,
-    }
-    engine = check_equal(TritonOps, model, AMPERE, requests((1,), 5, pools=False), **options)
-    assert engine.info.num_cuda_graphs == 0 and engine.overlap is None
-    assert sum(engine.proposer.stats().draft_length_counts["eagle3"].values()) > 0
-    assert not engine.proposer.errors
 
 
 @pytest.mark.parametrize(

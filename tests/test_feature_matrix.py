@@ -278,7 +278,8 @@ def test_every_drafter_is_accepted_and_rejected(
         drafted, accepted = (
             samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted")
         )
-        assert 0 < accepted < drafted, drafter
+        if drafter != "text":  # random tokens are no text: see tests/bench/agent/test_engine_model.py
+            assert 0 < accepted < drafted, drafter
 
 
 def test_features_of_calls_have_calls_and_reasoning(calling: Engines) -> None:

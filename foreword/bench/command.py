@@ -153,7 +153,7 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
     help_ = "tokens of the last prompt of a session, by session in turn (default: 2048,8192,30720)"
     add("--contexts", default="2048,8192,30720", metavar="LIST", help=help_)
     add("--concurrency", default="1,4,16", metavar="LIST", help="sessions at once (default: 1,4,16)")
-    help_ = "modes compared with off, of suffix and auto (default: both)"
+    help_ = "modes compared with off, of suffix, text and auto (default: suffix,auto)"
     add("--modes", default="suffix,auto", metavar="LIST", help=help_)
     add(
         "--set", default="tuning", choices=("tuning", "held-out"), help="styles of sessions (default: tuning)"

@@ -52,7 +52,7 @@ class LocalEngine:
         prepared = prepare_checkpoint(config)
         self.tokenizer = prepared.tokenizer
         self.template = ChatTemplate.from_tokenizer(self.tokenizer) if self.tokenizer.chat_template else None
-        vocabulary = prepared.tokenizer.vocabulary
+        vocabulary = prepared.tokenizer.engine_vocabulary
         self.client = LocalClient(prepared.config, prepared.never_sampled_ids, vocabulary, on_progress)
         self.info = self.client.info
         self.stats = StepStats()

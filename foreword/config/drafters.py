@@ -14,7 +14,9 @@ from typing import Final
 from foreword.errors import ConfigError
 
 HEAD_DRAFTERS: Final = ("eagle3", "mtp")  # trained heads, by their method
-DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", *HEAD_DRAFTERS, "replay")
+DRAFTERS: Final = ("grammar", "prediction", "suffix", "text", "ngram", "draft", *HEAD_DRAFTERS, "replay")
+NATIVE_DRAFTERS: Final = ("suffix", "text")  # need the native library
+AUTO_DRAFTERS: Final = ("grammar", "prediction", "suffix", "text")
 ENTRY_POINT_GROUP: Final = "foreword.drafters"
 RESERVED_NAMES: Final = (*DRAFTERS, "auto", "off", "policy")  # "policy" counts errors of the controller
 CLASS_REFERENCE: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
@@ -54,7 +56,7 @@ def parse_drafters(
             problem = f"names drafters; --num-speculative-tokens {item} limits their tokens"
             raise ConfigError(f"speculate {problem}", "speculate")
         if item == "auto":
-            drafters += ("grammar", "prediction", "suffix", *(("draft",) if has_draft_model else ()))
+            drafters += (*AUTO_DRAFTERS, *(("draft",) if has_draft_model else ()))
         else:
             drafters.append(item if item in DRAFTERS else find_plugin(item))
     needs_model = [name for name in ("draft", *HEAD_DRAFTERS) if name in drafters]

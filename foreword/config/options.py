@@ -280,8 +280,8 @@ class Config:
 
     speculate: str = speculation_option(
         "auto",
-        "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, "
-        "eagle3, mtp, replay, module:Class for your own, or the name of an installed one",
+        "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, text, ngram, "
+        "draft, eagle3, mtp, replay, module:Class for your own, or the name of an installed one",
         common=True,
     )
     draft_model: str | None = speculation_option(
@@ -499,6 +499,11 @@ class Config:
         """Whether `draft_model` is loaded: to draft, or for its cost in a replay."""
         names = {"draft", *HEAD_DRAFTERS}
         return self.draft_model is not None and (bool(names & {*self.drafter_names()}) or self.replay_cost)
+
+    @property
+    def drafts_text(self) -> bool:
+        """Whether the engine needs the tokenizer before its first request."""
+        return "text" in self.drafter_names()
 
     @property
     def remote_urls(self) -> tuple[str, ...]:

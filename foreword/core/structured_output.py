@@ -185,3 +185,4 @@ class Vocabulary:
     special_ids: tuple[int, ...]  # ascending
     eos_ids: tuple[int, ...]
     marker_ids: tuple[int, ...] = ()  # markers of chat formats, special or not: no text of a call holds them
+    tokenizer: str = ""  # as in tokenizer.json, for drafters that write text

@@ -65,6 +65,7 @@ from foreword.speculation.drafters.ngram import NgramDrafter
 from foreword.speculation.drafters.prediction import PredictionDrafter
 from foreword.speculation.drafters.replay import ReplayDrafter, ReplayWithDraftModel, read_recording
 from foreword.speculation.drafters.suffix import SuffixDrafter
+from foreword.speculation.drafters.text import TextDrafter
 from foreword.speculation.engine_drafter import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter
 from foreword.speculation.proposer import Proposer
@@ -218,6 +219,10 @@ class EngineComponents:
             library, reason = load_library()
             assert library is not None, reason  # resolve() has checked
             return SuffixDrafter(resolved.suffix_corpus_bytes, unused_ids, library)
+        if name == "text":
+            library, reason = load_library()
+            assert library is not None, reason
+            return TextDrafter(unused_ids, library)
         if name == "ngram":
             sizes = resolved.prompt_lookup_min, resolved.prompt_lookup_max
             return self._adapt(name, NgramDrafter(*sizes, frozenset(unused_ids)))

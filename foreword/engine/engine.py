@@ -100,8 +100,9 @@ class Engine:
         return self.scheduler.idle and not self._pending_events and not self._pending_grammars
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the bytes of each token; grammars compile once they are known."""
+        """Set the bytes of each token; grammars compile once they are known, and `text` drafts."""
         self.grammars.set_vocabulary(vocabulary)
+        self.proposer.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Add a request. An invalid one gets an ErrorEvent in the next step."""

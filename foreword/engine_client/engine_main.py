@@ -102,6 +102,8 @@ def _run(
         apply_placement(init.config)
         restored = (init.resolved, on_progress, init.timings, init.adapters, kv_memory)
         engine = load(init.config, init.never_sampled_ids, *restored)
+        if init.config.drafts_text:
+            engine.set_vocabulary(connection.recv())
     except ConnectionError:  # the client hung up
         raise
     except (ForewordError, OSError, MemoryError) as error:

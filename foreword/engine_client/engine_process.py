@@ -117,8 +117,11 @@ class EngineProcess:
             stack.pop_all()
         return cls(pid, ours, page, on_message)
 
-    def send(self, message: Any, make_first: Callable[[], Any] | None = None) -> None:
-        """Queue a message. `make_first` runs in the write thread; its result is sent before the message."""
+    def send(self, message: Any | None, make_first: Callable[[], Any] | None = None) -> None:
+        """Queue a message. `make_first` runs in the write thread; its result is sent before the message.
+
+        None: that result alone is sent.
+        """
         self._outbox.put((message, make_first))
 
     def kill(self, reason: str) -> None:
@@ -189,8 +192,8 @@ class EngineProcess:
         while (item := self._outbox.get()) is not None:
             message, make_first = item
             try:
-                messages = [message] if make_first is None else [make_first(), message]
-                pickles = [ForkingPickler.dumps(each) for each in messages]
+                messages = [None if make_first is None else make_first(), message]
+                pickles = [ForkingPickler.dumps(each) for each in messages if each is not None]
             except Exception as error:
                 logger.exception("client: a %s for the engine cannot be pickled", type(message).__name__)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -270,7 +273,7 @@ class ProcessSession:
     """Sends requests and passes their events on."""
 
     def __init__(self, process: EngineProcess, vocabulary: Callable[[], Vocabulary]) -> None:
-        """vocabulary  called in a thread, with the first grammar"""
+        """vocabulary  called in a thread, with the first grammar or by send_vocabulary()"""
         self.process = process
         self.calls = PendingCalls()
         self.stats = StepStats()
@@ -283,6 +286,11 @@ class ProcessSession:
     def __len__(self) -> int:
         """Number of open requests."""
         return len(self._open)
+
+    def send_vocabulary(self) -> None:
+        """Before the first request, if the engine waits for it."""
+        self._has_vocabulary = True
+        self.process.send(None, self._vocabulary)
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
         self._open[request.id] = _OpenRequest(request, self._num_sent, on_event)

@@ -41,12 +41,14 @@ class LocalClient:
     ) -> None:
         """Load the engine. Raises ConfigError or CheckpointError.
 
-        vocabulary  called with the first grammar
+        vocabulary  called with the first grammar, or at once for drafters that write text
         """
         self._engine = load(config, never_sampled_ids, on_progress=on_progress)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
         if self._engine.prefix_loader is not None:
             weakref.finalize(self, self._engine.prefix_loader.close)
+        if config.drafts_text:
+            self._send_vocabulary()
         if config.drafter_plugins():
             watch = _PluginWatch()
             self._engine.proposer.on_plugin = watch.on_plugin
@@ -70,10 +72,15 @@ class LocalClient:
 
     def submit(self, request: Request) -> None:
         """Add a request; the reports of the following steps have its events."""
-        if request.params.structured is not None and self._vocabulary is not None:
+        if request.params.structured is not None:
+            self._send_vocabulary()
+        self._engine.submit(request)
+
+    def _send_vocabulary(self) -> None:
+        """Once."""
+        if self._vocabulary is not None:
             self._engine.set_vocabulary(self._vocabulary())
             self._vocabulary = None
-        self._engine.submit(request)
 
     def step(self) -> StepReport:
         return self._engine.step()

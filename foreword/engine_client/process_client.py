@@ -255,6 +255,8 @@ class ProcessClient:
         process = await EngineProcess.launch(self._fork_server, self._on_message, memory)
         self._session = ProcessSession(process, self._vocabulary)
         process.send(replace(self._init_message(), log_model=log_model.get()))
+        if self._config.drafts_text:
+            self._session.send_vocabulary()
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.create_task(self._watch(process)))
         await _wait_for(self._ready, process)

@@ -39,7 +39,7 @@ async def open_processes(
     engine = make_engine_client(
         prepared.config,
         prepared.never_sampled_ids,
-        prepared.tokenizer.vocabulary,
+        prepared.tokenizer.engine_vocabulary,
         on_progress,
         fork_server,
     )

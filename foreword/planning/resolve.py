@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from foreword.config.drafters import NATIVE_DRAFTERS
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.speculative_config import ignored_speculative_fields
@@ -315,7 +316,7 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
     if hardware.device == "cuda" and wants_bfloat16 and not hardware.supports_bfloat16:
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:
-        notes.append("speculate: ngram replaces suffix, which needs the native library")
+        notes.append("speculate: ngram replaces suffix and text, which need the native library")
     for name, reason in ignored_speculative_fields(config).items():
         notes.append(f"speculative_config: {name} has no effect: {reason}")
     if config.speculate != "off" and config.num_speculative_tokens == 0:
@@ -327,13 +328,16 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
 
 
 def _resolve_drafters(config: Config, hardware: HardwareInfo) -> tuple[str, ...]:
-    """The drafters of `speculate`; without the native library `auto` uses ngram instead of suffix."""
+    """The drafters of `speculate`. Without the native library, in `auto`, ngram replaces suffix and text."""
     names, reason = config.drafter_names(), hardware.native_library_error
-    if "suffix" not in names or not reason:
+    if not reason:
         return names
-    if "suffix" in map(str.strip, config.speculate.split(",")):
-        raise ConfigError(f"speculate: suffix needs the native library ({reason}); use ngram", "speculate")
-    return tuple(dict.fromkeys("ngram" if name == "suffix" else name for name in names))
+    for name in map(str.strip, config.speculate.split(",")):
+        if name in NATIVE_DRAFTERS:
+            raise ConfigError(
+                f"speculate: {name} needs the native library ({reason}); use ngram", "speculate"
+            )
+    return tuple(dict.fromkeys("ngram" if name in NATIVE_DRAFTERS else name for name in names))
 
 
 def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: MemorySizes) -> int:

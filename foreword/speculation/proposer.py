@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
+from foreword.core.structured_output import Vocabulary
 from foreword.errors import Terminated
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.draft_length.policy import Policy, PrefillLoad, Proposal, StepRecord
+from foreword.speculation.drafters.text import TextDrafter
 from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter, summarize_error
 
@@ -63,6 +65,12 @@ class Proposer:
     def is_disabled(self) -> bool:
         """There is no drafter."""
         return not self.drafters and not self.model_drafters
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The tokens, for drafters that write text."""
+        for drafter in self.drafters:
+            if isinstance(drafter, TextDrafter):
+                self._catch(drafter.name, lambda d=drafter: d.set_vocabulary(vocabulary))  # type: ignore[misc]
 
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""

@@ -257,6 +257,10 @@ class Tokenizer:
         markers = {token_id for fmt in bound for token_id in fmt.token_ids.values()}
         return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids, tuple(sorted(markers)))
 
+    def engine_vocabulary(self) -> Vocabulary:
+        """The same with the tokenizer itself, some megabytes more, for drafters that write text."""
+        return replace(self.vocabulary(), tokenizer=self._backend.to_str())
+
     def token_search(self) -> TokenSearch:
         """Substring search over the tokens; cached."""
         if self._token_search is None:

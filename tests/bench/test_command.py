@@ -43,7 +43,7 @@ def test_bench_latency_gives_equal_answers_and_overhead(
     code, result = bench(capsys, "latency", "--skip-startup", *flags)
     assert (code, result["equal"]) == (0, True)
     assert set(result["kinds"]) == {"a", "b"}
-    assert set(result["kinds"]["a"]) == {"off", "auto"}
+    assert set(result["kinds"]["a"]) == {"off", "suffix", "text", "auto"}
     assert result["kinds"]["a"]["off"]["ratio"] == 1.0
     assert "acceptance" not in result["kinds"]["a"]["off"]
     assert set(result["step_overhead_us"]) == {"1", "64"}
@@ -53,7 +53,7 @@ def test_bench_latency_gives_equal_answers_and_overhead(
 def test_bench_throughput_gives_equal_answers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, result = bench(capsys, "throughput", "--num-requests", "6", "--concurrency", "3", *flags)
     assert (code, result["equal"]) == (0, True)
-    assert set(result["modes"]) == {"off", "auto"}
+    assert set(result["modes"]) == {"off", "suffix", "text", "auto"}
     assert 0 < result["tokens"] <= 36
 
 

@@ -44,8 +44,9 @@ def test_compared_modes_omit_drafters_without_input(
 
 
 def test_demo_gets_its_draft_model() -> None:
-    assert with_all_drafters(Config()).drafter_names() == ("grammar", "prediction", "suffix", "draft")
-    assert with_all_drafters(Config(model="other")).drafter_names() == ("grammar", "prediction", "suffix")
+    assert with_all_drafters(Config()).drafter_names() == ("grammar", "prediction", "suffix", "text", "draft")
+    other = with_all_drafters(Config(model="other"))
+    assert other.drafter_names() == ("grammar", "prediction", "suffix", "text")
     assert with_all_drafters(Config(speculate="off")).drafter_names() == ()
 
 

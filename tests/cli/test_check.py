@@ -172,7 +172,7 @@ def test_trained_head_is_counted_and_must_fit(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"trained head +269\.\d KiB  float32", text)
     # 2 requests of 32 draft tokens; K and V of 2 heads of 16 and a hidden state of 64, in float32
     assert re.search(r"draft tokens +32\.0 KiB  room of the trained head", text)
-    assert "speculation: grammar, prediction, suffix, eagle3;" in text
+    assert "speculation: grammar, prediction, suffix, text, eagle3;" in text
     change_config(head, vocab_size=100)
     code, text = check(capsys, str(model), "--draft-model", str(head))
     assert code == 1 and "trained head: the EAGLE-3 head is made for a model with 100 tokens" in text
@@ -218,7 +218,7 @@ def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "ok   speculation: grammar, prediction, suffix; at most 32 tokens a request and step"),
+        ([], "ok   speculation: grammar, prediction, suffix, text; at most 32 tokens a request and step"),
         (["--speculate", "off"], "ok   speculation: off"),
         (["--num-speculative-tokens", "0"], "ok   speculation: off"),
         (
@@ -239,7 +239,7 @@ def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 3}'],
-            "ok   speculation: grammar, prediction, suffix; at most 3 tokens a request and step",
+            "ok   speculation: grammar, prediction, suffix, text; at most 3 tokens a request and step",
         ),
         (
             ["--draft-model", str(MODEL)],
@@ -400,7 +400,7 @@ def test_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = min(os.sched_getaffinity(0))
     code, text = check_models(tmp_path, capsys, FILE % cpu)
     assert code == 0
-    drafters = "drafters grammar, prediction, suffix, draft"
+    drafters = "drafters grammar, prediction, suffix, text, draft"
     assert re.search(
         rf"^ok   demo: \d+\.\d MiB on cpu; context 1024 tokens; {drafters}; 1 thread on", text, re.M
     )

@@ -36,7 +36,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     [
         ("ngram,my_drafter:Bigram", ("ngram", "bigram")),
         ("a.b:Own, suffix", ("own", "suffix")),
-        ("auto,a:Own", ("grammar", "prediction", "suffix", "own")),
+        ("auto,a:Own", ("grammar", "prediction", "suffix", "text", "own")),
         ("a:_Own1", ("_own1",)),
     ],
 )
@@ -46,7 +46,7 @@ def test_class_is_named_in_lower_case(speculate: str, names: tuple[str, ...]) ->
     for plugin in config.drafter_plugins():
         config = config.without_plugin(plugin)
     assert config.drafter_names() == tuple(
-        name for name in names if name in ("ngram", "suffix", "grammar", "prediction")
+        name for name in names if name in ("ngram", "suffix", "text", "grammar", "prediction")
     )
 
 

@@ -65,11 +65,11 @@ def test_invalid_option_is_named(options: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("options", "drafters"),
     [
-        ({}, ("grammar", "prediction", "suffix")),
+        ({}, ("grammar", "prediction", "suffix", "text")),
         ({"speculate": "off"}, ()),
         ({"speculate": "off", "draft_model": "d"}, ()),
         ({"num_speculative_tokens": 0}, ()),
-        ({"draft_model": "d"}, ("grammar", "prediction", "suffix", "draft")),
+        ({"draft_model": "d"}, ("grammar", "prediction", "suffix", "text", "draft")),
         ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
     ],
 )

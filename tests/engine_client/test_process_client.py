@@ -334,6 +334,8 @@ async def test_unreadable_vocabulary_fails_its_request_only(
         return readable()
 
     monkeypatch.setattr(engine, "_vocabulary", vocabulary)
+    # the drafter `text` reads it before the first request
+    monkeypatch.setattr(engine, "_config", replace(engine._config, speculate="suffix"))
     os.kill(pid_of(client), signal.SIGKILL)  # the next engine has no vocabulary
     failed = asyncio.create_task(last_event(client, kind_request("unread-grammar", "grammar")))
     got = await collect_answers(client, [kind_request("beside-greedy", "greedy")])
@@ -553,7 +555,8 @@ async def test_load_progress_is_reported(checkpoint: Path, fork_server: ForkServ
     client = make_client(checkpoint, fork_server)
     process_of(client)._on_progress = lambda *stage: progress.append(stage)
     info = await client.start()
-    assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
+    assert info.architecture == "llama"
+    assert info.resolved.drafters == ("grammar", "prediction", "suffix", "text")
     assert {stage for stage, _, _ in progress} == {"weights"} and progress[-1][1] == progress[-1][2] > 0
     await client.close()
     assert not client.dead.is_set()

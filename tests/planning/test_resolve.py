@@ -63,8 +63,8 @@ WITHOUT_LIBRARY = replace(CPU, kernel_backend="torch", native_library_error="it 
 def test_auto_replaces_suffix_without_the_native_library() -> None:
     resolved = resolve(Config(), WITHOUT_LIBRARY, MODEL)
     assert resolved.drafters == ("grammar", "prediction", "ngram")
-    assert any("ngram replaces suffix" in note for note in resolved.notes)
-    assert resolve(Config(), CPU, MODEL).drafters == ("grammar", "prediction", "suffix")
+    assert any("ngram replaces suffix and text" in note for note in resolved.notes)
+    assert resolve(Config(), CPU, MODEL).drafters == ("grammar", "prediction", "suffix", "text")
     assert resolve(Config(speculate="auto,ngram"), WITHOUT_LIBRARY, MODEL).drafters == resolved.drafters
     assert resolve(Config(speculate="ngram"), WITHOUT_LIBRARY, MODEL).notes == ()
 

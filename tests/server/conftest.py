@@ -194,6 +194,8 @@ def demo() -> Iterator[RunningServer]:
     prepared = prepare_checkpoint(
         Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
     )
-    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = make_engine_client(
+        prepared.config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary
+    )
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server

@@ -155,4 +155,4 @@ def test_unknown_method_error_lists_the_drafters(server: RunningServer) -> None:
     reply = server.http.post("/v1/completions", json={"prompt": "x", "speculation": {"method": "ngram"}})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "speculation.method")
-    assert "auto, off, grammar, prediction, suffix" in error["message"]
+    assert "auto, off, grammar, prediction, suffix, text" in error["message"]

@@ -507,7 +507,9 @@ async def test_engine_restarts_without_a_drafter_that_ends_it(
     options = {"kv_cache_memory": "1000tokens", "threads": 1, "log_level": "error", "hang_timeout": 2.0}
     config = Config(str(checkpoint), speculate=f"broken:{name}", draft_length="fixed", **options)  # type: ignore[arg-type]
     prepared = prepare_checkpoint(config)
-    client = make_engine_client(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = make_engine_client(
+        prepared.config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary
+    )
     errors: list[dict[str, int]] = []  # as the steps report them
     client.on_step = lambda stats: errors.append(dict(stats.drafter_errors)) if stats.drafter_errors else None
     await client.start()

@@ -26,7 +26,9 @@ class InProcessEngineClient:
     """Implements EngineClient with an engine that steps in the event loop."""
 
     def __init__(self, prepared: CheckpointInfo) -> None:
-        self.local = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+        self.local = LocalClient(
+            prepared.config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary
+        )
         self.info: EngineInfo | None = None
         self.stats = StepStats()
         self.alive = False

@@ -73,7 +73,7 @@ def make_client(
     client = make_engine_client(
         prepared.config,
         prepared.never_sampled_ids,
-        prepared.tokenizer.vocabulary,
+        prepared.tokenizer.engine_vocabulary,
         fork_server=(own := fork_server or ForkServer(entry)),
     )
     client._fork_server = own if fork_server is None else None  # close() closes it

@@ -75,7 +75,7 @@ from foreword.tokenizer.input_processor import make_requests
 MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
 
 CATEGORY = "agent"
-SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
+ALONE = [Mode(name, speculation=Speculation(name)) for name in ("suffix", "text")]
 OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # limits of a script: share of its context, and longest answer
 COST_S = 2.0  # estimate: the time to measure the parser or a grammar
 ANSWER_TOKENS, STEPS, TOKENS_PER_S = 100, 12, 500  # estimates of a session
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return run_offline(args)
     contexts = parse_numbers("contexts", args.contexts)
     loads = parse_numbers("concurrency", args.concurrency)
-    known = {mode.name: mode for mode in (SUFFIX, AUTO)}
+    known = {mode.name: mode for mode in (*ALONE, AUTO)}
     modes = tuple(known[name] for name in parse_names("modes", args.modes, known))
     config = read_config(args)
     with BenchSession(args) as session, tempfile.TemporaryDirectory() as folder:

@@ -67,8 +67,8 @@ class Editor:
         self._corpus = corpus
         self._old, self._new = old, new
 
-    def edit(self, lines: Sequence[str], spot: int) -> Edit:
-        """An edit around line `spot`."""
+    def edit(self, lines: Sequence[str], spot: int, shown: range) -> Edit:
+        """An edit around line `spot`, of the lines `shown` alone."""
         rng = self._rng
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         if self._old in lines[spot] and rng.random() < RENAME_SHARE:
@@ -77,9 +77,8 @@ class Editor:
         num_core = 0 if kind == "insert" else rng.randint(1, MAX_CORE)
         if kind == "insert":
             before, after = max(before, 1), max(after, 1)
-        begin = min(max(spot, 0), len(lines) - 1)
-        end = min(begin + num_core, len(lines))
-        first, last = max(begin - before, 0), min(end + after, len(lines))
+        begin, end = spot, min(spot + num_core, shown.stop)
+        first, last = max(begin - before, shown.start), min(end + after, shown.stop)
         core = list(lines[begin:end])
         changed = getattr(self, f"_{kind}")(core, lines[begin])
         old = tuple(lines[first:last])

@@ -33,6 +33,7 @@ from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration
 from foreword.speculation.draft_length.policy import RequestStep, StepRecord
 from foreword.speculation.drafters.suffix import SuffixDrafter
+from foreword.speculation.drafters.text import TextDrafter
 from foreword.speculation.engine_drafter import EngineDrafter
 from foreword.speculation.proposer import Proposer
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 MAX_DRAFT_TOKENS = 32
 CORPUS_BYTES = 16 << 20
 SESSION_S = 2.0  # estimate
-MODES = {"suffix": ("suffix",)}
+MODES = {"suffix": ("suffix",), "text": ("text",), "auto": ("suffix", "text")}
 PROSE, SYNTAX = "prose", "syntax"  # places beside those of styles.PLACES
 
 
@@ -302,7 +303,15 @@ def _run_mode(
 def make_drafters(tokenizer: Tokenizer, names: Sequence[str]) -> list[EngineDrafter]:
     library, reason = load_library()
     assert library is not None, reason
-    return [SuffixDrafter(CORPUS_BYTES, (), library) for _ in names]
+    drafters: list[EngineDrafter] = []
+    for name in names:
+        if name == "text":
+            text = TextDrafter((), library)
+            text.set_vocabulary(tokenizer.engine_vocabulary())
+            drafters.append(text)
+        else:
+            drafters.append(SuffixDrafter(CORPUS_BYTES, (), library))
+    return drafters
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -66,6 +66,7 @@ class AgentStyle:
     heading: str = ""  # of the hits of one file
     edit_result: str = "done"  # or "numbered", or "diff"
     has_colours: bool = False
+    is_whole: bool = False  # files are read from the start, and an edit writes what was read
     weights: Mapping[str, int] = field(
         default_factory=lambda: {"read": 6, "edit": 6, "grep": 3, "test": 2, "write": 1}
     )
@@ -147,6 +148,7 @@ TUNING: Final = (
         line="{n:3d} | {line}",
         hit="│{line}",
         heading="# {path}\n│----",
+        is_whole=True,
         weights={"read": 6, "edit": 4, "grep": 2, "test": 3, "write": 1},
     ),
 )

@@ -28,7 +28,6 @@ ANSWER_TOKENS, TURN_TOKENS = 160, 30  # mean answer; template around a step
 MIN_RESULT_TOKENS = 60
 LINE_TOKENS = 14  # mean line of code
 MAX_NEW_LINES = 24  # of a new file
-MAX_REWRITTEN_LINES = 120  # of a file that is written as a whole; a longer one is cut there
 SHOWN_LINES = 4  # lines of an edited file around the edit
 NUM_TEST_FILES = 3
 SYSTEM = (
@@ -93,7 +92,7 @@ class _WorkingCopy:
         start = min(
             self.rng.choice(uses) - self.rng.randint(5, 15), len(lines) - self.result_tokens // LINE_TOKENS
         )
-        start = max(start, 0)
+        start = 0 if self.style.is_whole else max(start, 0)
         count = sum(1 for _ in self._until(self._numbered(lines, start)))
         self.seen.append((path, start, count))
         values = {"path": path, "first": start + 1, "count": count, "last": start + count}
@@ -113,7 +112,7 @@ class _WorkingCopy:
         if not shown:
             return self.read()
         spot = self.rng.choice([n for n in shown if self.old in lines[n]] or list(shown))
-        edit = self.editor.edit(lines, spot)
+        edit = self.editor.edit(lines, spot, shown)
         changed = edit.apply(lines)
         self.files[path] = "\n".join(changed) + "\n"
         values = {
@@ -125,7 +124,7 @@ class _WorkingCopy:
             "patch": edit.patch(path, lines),
             "unified": edit.unified(path),
             "blocks": edit.blocks(),
-            "content": "\n".join(changed[:MAX_REWRITTEN_LINES]) + "\n",
+            "content": "\n".join(changed[: len(changed) - len(lines) + start + count]) + "\n",
         }
         return self._step(self.style.edit, values, self._edited(path, edit, changed))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-ABI_VERSION = 20  # version of the signatures and structures below, as in c_api.cpp
+ABI_VERSION = 21  # version of the signatures and structures below, as in c_api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -327,6 +327,17 @@ SIGNATURES = MappingProxyType(
             c_int64,
             *(c_void_p, c_void_p, c_int64, c_int64),  # index, queries, their values and number
             *(c_void_p, c_int64, c_void_p, c_void_p),  # lengths, room, ids, confidence
+        ),
+        "foreword_text_new": (c_void_p, c_char_p, c_void_p, c_char_p, c_int64),
+        "foreword_text_delete": (None, c_void_p),
+        "foreword_text_start": (c_int32, c_void_p),
+        "foreword_text_finish": (CheckedResult, c_void_p, c_int32),
+        "foreword_text_num_texts": (c_int64, c_void_p),
+        "foreword_text_work": (c_int64, c_void_p, c_int32),
+        "foreword_text_propose": (
+            c_int64,
+            *(c_void_p, c_int32, c_void_p, c_int64),  # drafts, text, new ids and their number
+            *(c_int64, c_void_p, c_void_p),  # room, bytes, probabilities
         ),
     }
 )

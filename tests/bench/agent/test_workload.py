@@ -84,9 +84,11 @@ def test_notations_of_an_edit_describe_the_same_change(sources: Sources, languag
     kinds = set()
     for number in range(60):
         rng = Random(number)
+        shown = range(20, 40)
         edit = Editor(rng, corpus, corpus.names[corpus.paths[0]][0], "renamed").edit(
-            lines, rng.randrange(len(lines))
+            lines, rng.choice(shown), shown
         )
+        assert shown.start <= edit.first and edit.first + len(edit.old) <= shown.stop
         end = edit.first + len(edit.old)
         assert edit.old == tuple(lines[edit.first : end])
         assert edit.apply(lines) == [*lines[: edit.first], *edit.new, *lines[end:]]

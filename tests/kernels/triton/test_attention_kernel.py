@@ -39,7 +39,6 @@ def source(
     pdl: bool = False,
     sinks: bool = False,
     rest: int = 0,
-    first: int = 0,
 ) -> KernelSource:
     """The kernel as TritonAttention launches it; `rest` values of K beside V are latent attention's."""
     quantized = stored in ("i8", "u8")
@@ -68,7 +67,6 @@ def source(
         "REST": rest,
         "BLOCK_SIZE": 16,
         "WINDOW": 0,
-        "FIRST": first,
         "SOFTCAP": False,
         "SPLIT": attention.SPLIT,
         "BLOCK_KV": tile.block_kv,
@@ -247,17 +245,6 @@ def test_sinks_are_merged_after_all_positions(capability: int) -> None:
         assert order_of_sums(made) == order_of_sums(without)
         assert made.count(r"fma\.rn\.f32") == without.count(r"fma\.rn\.f32")
         assert made.registers * 4 * 32 <= 65536 // 2 and made.stack <= 128
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_first_position_changes_no_sum(capability: int) -> None:
-    """A trained head's layer computes as others do."""
-    for whole in (False, True):
-        made, other = compile_all(
-            [source(capability, 32, dim=64, whole=whole, first=each) for each in (1, 0)]
-        )
-        assert (made.products, made.operands) == (other.products, other.operands)
-        assert order_of_sums(made) == order_of_sums(other)
 
 
 def test_float8_is_converted_by_the_hardware() -> None:

@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 
 /** Drafters in the order of the legend; those of plug-ins share the last style. */
-export const DRAFTERS = ["suffix", "draft", "prediction", "grammar", "ngram", "replay"];
+export const DRAFTERS = ["suffix", "draft", "prediction", "grammar", "ngram", "replay", "text"];
 
 export const styleOf = drafter => DRAFTERS.includes(drafter) ? drafter : "other";
 
