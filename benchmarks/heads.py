@@ -1,9 +1,11 @@
 """What a trained head costs, in plain decode steps: the commit in each pass, and the passes of a draft.
 
-    python -m benchmarks.heads [--dtype bfloat16] [--quantization int8] [--threads 2] [--context 500]
+    python -m benchmarks.heads [--head eagle3|mtp] [--draft-vocab-size 32768] [--dtype bfloat16]
+                               [--quantization int8] [--threads 2] [--context 500]
 
 Random weights of Llama 3.2 1B's shape (tied embedding) with an EAGLE-3 head of its size (draft vocabulary
-32,000). All works take turns in one process, so figures are ratios. One request, native kernels.
+32,000), or of Qwen3.5 0.8B's shape (vocabulary 248,320, tied) with its MTP head. All works take turns in one
+process, so figures are ratios. One request, native kernels.
 
     commit_N   time of a pass of N rows with the commit of a head, over the same pass without
     prompt     the same for a prompt chunk of 512 rows
@@ -25,14 +27,16 @@ import torch
 from benchmarks.script import print_json, run_script
 from benchmarks.states import medians
 from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.states import SEGMENT, StateSizes
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.heads.head_loader import load_head
-from foreword.models.interfaces import Precision
+from foreword.models.heads.head_loader import load_head, load_mtp_head
+from foreword.models.interfaces import Head, Precision
 from foreword.models.model_loader import load_model
 
 BLOCK_SIZE, MAX_LEN, DRAFT_LEN, ROUNDS = 16, 1024, 3, 25
+ANCHORS = MAX_LEN // 64 + 1  # of a request with states
 LENGTHS = (2.0, 2.5, 3.0)  # tokens a step: SCALE of published heads
 GREEDY = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 LAYER = {
@@ -50,6 +54,27 @@ LAYER = {
     "torch_dtype": "bfloat16",
 }
 TARGET = {**LAYER, "num_hidden_layers": 16, "tie_word_embeddings": True}
+QWEN = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+    "mtp_num_hidden_layers": 1,
+    "torch_dtype": "bfloat16",
+}
 HEAD = {
     **LAYER,
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -62,30 +87,63 @@ HEAD = {
 class Passes:
     """One target, compiled without and with its head."""
 
-    def __init__(self, folder: Path, precision: Precision, threads: int, context: int) -> None:
-        for name, config in (("target", TARGET), ("head", HEAD)):
+    def __init__(
+        self,
+        folder: Path,
+        method: str,
+        draft_vocab_size: int,
+        precision: Precision,
+        threads: int,
+        context: int,
+    ) -> None:
+        for name, config in (("target", QWEN if method == "mtp" else TARGET), ("head", HEAD)):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
         ops, dtype = CpuOps(threads=threads), str(precision.dtype).removeprefix("torch.")
         target = load_model(folder / "target", ops, precision, "cpu", MAX_LEN, dummy=True)
-        head = load_head(folder / "head", target, ops, precision, "cpu", MAX_LEN, dummy=True)
+        head: Head
+        if method == "mtp":
+            sizes = {"dummy": True, "draft_vocab_size": draft_vocab_size}
+            head = load_mtp_head(folder / "target", target, ops, precision, "cpu", **sizes)
+        else:
+            head = load_head(folder / "head", target, ops, precision, "cpu", MAX_LEN, dummy=True)
         num_blocks = 4 * (MAX_LEN // BLOCK_SIZE)
-        options = {"state_dtype": precision.dtype, "head": head.cache_shape, "num_draft_blocks": 8}
-        kv = KVStorage(num_blocks, BLOCK_SIZE, target.cache_shapes, dtype, **options)
-        assert kv.head is not None
+        kv = KVStorage(
+            num_blocks,
+            BLOCK_SIZE,
+            target.cache_shapes,
+            dtype,
+            states=StateSizes(5, 4 * ANCHORS + 1, max_rows=512),
+            state_dtype=precision.dtype,
+            head=head.cache_shape,
+            num_draft_blocks=8,
+        )
         self.context = context
+        self._has_states = target.has_states
         self.plain = target.compile_logits(kv)
         target.head = head
         self.with_head = target.compile_logits(kv)
-        draft = head.compile_draft(kv.head)
+        draft = head.compile_draft(kv)
         assert isinstance(draft, DraftLoop)
         self._draft = draft
         for start in range(0, context + 8, 256):
             self.with_head(self.batch(256, start))
 
     def batch(self, rows: int, start: int, requests: int = 1) -> Batch:
-        chunks = [Chunk([7] * rows, start, self._blocks(n), min(rows, 8)) for n in range(requests)]
-        return build_batch(chunks, BLOCK_SIZE, 1, "cpu", with_prev_slots=True)
+        segments = range(start // SEGMENT, (start + rows) // SEGMENT + 1)
+        chunks = [
+            Chunk(
+                [7] * rows,
+                start,
+                self._blocks(n),
+                min(rows, 8),
+                state_slot=n + 1,
+                anchors=[1 + n * ANCHORS + segment for segment in segments],
+            )
+            for n in range(requests)
+        ]
+        options = {"with_states": self._has_states, "with_prev_slots": True}
+        return build_batch(chunks, BLOCK_SIZE, 1, "cpu", **options)
 
     def draft(self, requests: int) -> None:
         jobs = [
@@ -128,6 +186,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--head", choices=("eagle3", "mtp"), default="eagle3")
+    parser.add_argument("--draft-vocab-size", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--threads", type=int, default=2)
@@ -135,7 +195,8 @@ def main() -> int:
     args = parser.parse_args()
     precision = Precision.from_dtypes(args.dtype, None, args.quantization)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        figures = measure(Passes(Path(folder), precision, args.threads, args.context))
+        sizes = (precision, args.threads, args.context)
+        figures = measure(Passes(Path(folder), args.head, args.draft_vocab_size, *sizes))
     for name, value in figures.items():
         print(f"{name:12} {value:.3f}")
     print_json(figures)

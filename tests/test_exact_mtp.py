@@ -22,8 +22,8 @@ COMBINATIONS: tuple[dict[str, Any], ...] = (
     PLAIN | {"speculate": "mtp", "num_speculative_tokens": 16, "prefix_caching": True},
     PLAIN | {"speculate": "suffix,mtp", "concurrent": 16, "chunk": 24, "num_speculative_tokens": 1},
 )
-PRECISIONS: tuple[dict[str, str], ...] = (
-    {"dtype": "bfloat16"},
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "mtp_vocab_size": 200},
     {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"},
 )
 

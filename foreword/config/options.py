@@ -293,6 +293,11 @@ class Config:
         limits=(0, 64),
         common=True,
     )
+    mtp_vocab_size: int = speculation_option(
+        32768,
+        "an MTP head drafts ids below this, which are the most frequent in most vocabularies; 0: all",
+        limits=(0, 2**31 - 1),
+    )
     draft_length: str = speculation_option(
         "adaptive",
         "adaptive: the length with the highest measured gain; fixed: up to num_speculative_tokens",

@@ -117,9 +117,8 @@ def _load_models(
     path, target_path = Path(str(config.draft_model)), Path(str(config.model))
     method, dummy = head_method(path, target_path), config.load_format == "dummy"
     if method is not None and path == target_path:
-        target.head = load_mtp_head(
-            path, target, ops, precision, resolved.device, dummy, config.gguf_dequantize
-        )
+        mtp_options = (dummy, config.gguf_dequantize, config.mtp_vocab_size)
+        target.head = load_mtp_head(path, target, ops, precision, resolved.device, *mtp_options)
     elif method is not None:
         options = (resolved.device, max_len, report, dummy, config.gguf_dequantize)
         target.head = load_head(path, target, ops, precision, *options)

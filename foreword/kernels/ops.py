@@ -209,6 +209,9 @@ class Ops(Protocol):
                        "int4" (a scale for each 32 values of a row); quantized matrices keep their format
         """
 
+    def first_rows(self, weight: PackedLinear, count: int) -> PackedLinear:
+        """The first `count` rows of a matrix, in the same memory. Results have the bits of its columns."""
+
     def linear(
         self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:

@@ -23,6 +23,11 @@ class Linear:
         self._dtype = dtype
         self._lora = lora
 
+    def first_rows(self, count: int) -> Linear:
+        """The first outputs alone, with the same memory; there are no adapters."""
+        assert self._lora is None
+        return Linear(self._ops, self._ops.first_rows(self._weight, count), self._dtype)
+
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], plus `add_to` [T, N]"""
         if self._lora is None:

@@ -158,6 +158,18 @@ def test_parts_are_column_ranges(isa: str, kind: str) -> None:
         assert torch.equal(whole[:, columns], ops.linear(x, ops.pack_linear([matrix], kind, bias[columns])))
 
 
+@each_isa
+@each_kind
+def test_first_rows_are_columns_of_the_whole_result(isa: str, kind: str) -> None:
+    ops, k = CpuOps(isa, threads=2), columns_of(kind)
+    matrices = [random_matrix(kind, 21, k), random_matrix("q8_0" if k % 32 == 0 else kind, 29, k, seed=3)]
+    x, bias = random_weight(9, k, seed=1), random_weight(1, 50, seed=2)[0]
+    weight = ops.pack_linear(matrices, kind, bias)
+    whole = ops.linear(x, weight)
+    for count in (1, 16, 20, 21, 37, 50):
+        assert torch.equal(ops.linear(x, ops.first_rows(weight, count)), whole[:, :count])
+
+
 @each_kind
 def test_rows_unpack_to_their_values(kind: str) -> None:
     ops = CpuOps(supported_isas()[0])

@@ -105,6 +105,9 @@ class CpuOps(NativeSampling, UnfusedOps):
     ) -> CpuLinear:
         return self._packer.pack(parts, weight_format, bias)
 
+    def first_rows(self, weight: CpuLinear, count: int) -> CpuLinear:
+        return weight.first_rows(count)
+
     def linear(
         self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -44,6 +44,17 @@ class CpuLinear:
     blocks: tuple[PackedBlock, ...]
     out_features: int
     in_features: int
+
+    def first_rows(self, count: int) -> CpuLinear:
+        """See Ops.first_rows."""
+        assert 0 < count <= self.out_features
+        blocks = []
+        for block in self.blocks:
+            if block.first_row < count:
+                weight = Weight.from_buffer_copy(block.weight)
+                weight.n = min(weight.n, count - block.first_row)
+                blocks.append(replace(block, weight=weight))
+        return CpuLinear(tuple(blocks), count, self.in_features)
 
 
 @dataclass(frozen=True, slots=True)

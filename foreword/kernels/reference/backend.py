@@ -108,6 +108,9 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
     ) -> ReferenceWeight:
         return ReferenceWeight(torch.cat([_cast_part(part, weight_format) for part in parts]), bias)
 
+    def first_rows(self, weight: ReferenceWeight, count: int) -> ReferenceWeight:
+        return ReferenceWeight(weight.values[:count], None if weight.bias is None else weight.bias[:count])
+
     def linear(
         self,
         x: Tensor,

@@ -107,6 +107,10 @@ class DenseWeight:
     matrix: Tensor  # [N, K]
     bias: Tensor | None  # [N]
 
+    def first_rows(self, count: int) -> DenseWeight:
+        """See Ops.first_rows."""
+        return DenseWeight(self.matrix[:count], None if self.bias is None else self.bias[:count])
+
 
 class TritonFastMath(TritonOps):
     """`--fast-math`: matrix products of cuBLAS, whose bits depend on the batch.

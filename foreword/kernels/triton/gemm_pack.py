@@ -70,6 +70,15 @@ class PackedWeight:
     splits: int  # parts of the sum over K
     input_order: Tensor | None = None  # int64 [K]: the input of each column
 
+    def first_rows(self, count: int) -> PackedWeight:
+        """See Ops.first_rows."""
+        assert 0 < count <= self.rows
+        panels, scales = -(-count // PANEL_ROWS), self.scales
+        if scales is not None:
+            scales = scales[: panels * (PANEL_ROWS if self.format in ROW_SCALED_FORMATS else 1)]
+        bias = None if self.bias is None else self.bias[:count]
+        return replace(self, data=self.data[:panels], scales=scales, bias=bias, rows=count)
+
 
 @triton.constexpr_function
 def columns_per_block(weight_format: str) -> int:

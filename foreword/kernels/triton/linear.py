@@ -69,6 +69,9 @@ class TritonLinear(ReferenceOps):
             )
         return weight
 
+    def first_rows(self, weight: PackedLinear, count: int) -> PackedLinear:
+        return weight.first_rows(count)
+
     def linear(
         self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:

@@ -124,14 +124,18 @@ def load_mtp_head(
     device: str,
     dummy: bool = False,
     gguf_dequantize: bool = False,
+    draft_vocab_size: int = 0,
 ) -> MTP:
-    """Load the MTP head in the target's own checkpoint; `dummy`: random weights. Raises CheckpointError."""
+    """Load the MTP head in the target's own checkpoint. Raises CheckpointError.
+
+    dummy: random weights; draft_vocab_size: ids that are drafted, 0: all
+    """
     if dummy:
         weights = DummyWeights(device, getattr(torch, target.config.dtype))
-        return MTP(_dummy_names(target), target, ops, precision, weights, device)
+        return MTP(_dummy_names(target), target, ops, precision, weights, device, draft_vocab_size)
     with open_device_loader(device) as device_loader:
         files = open_mtp_weights(path, gguf_dequantize, device_loader)
-        head = MTP(files.names, target, ops, precision, files.weights, device)
+        head = MTP(files.names, target, ops, precision, files.weights, device, draft_vocab_size)
         files.check_all_read()
         return head
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
@@ -40,7 +41,9 @@ class MTP:
         precision: Precision,
         weights: Weights,
         device: str,
+        draft_vocab_size: int = 0,
     ) -> None:
+        """draft_vocab_size: only ids below are drafted; 0: all"""
         config, before = one_layer(target.config), weights.num_parameters
         body, size = weights.prefixed(names.prefix), config.hidden_size
         self.taps: tuple[int, ...] = (len(target.config.layer_types),)
@@ -58,6 +61,13 @@ class MTP:
         assert isinstance(layer, LlamaLayer)
         self._layer = layer
         self._norm = build_norm(ops, config, body, names.norm)
+        # Ids below are drafted: an output layer of 248,000 rows has 12 times the parameters of the layer
+        size_drafted = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+        self._lm_head: Linear = target.lm_head
+        self._vocab_ids: Tensor | None = None
+        if size_drafted < target.vocab_size:
+            self._lm_head = target.lm_head.first_rows(size_drafted)
+            self._vocab_ids = torch.arange(size_drafted, device=device)
         kv_shape = config.cache_shapes[0]
         assert isinstance(kv_shape, KVShape)
         self.cache_shape = HeadShape(kv_shape, size)
@@ -93,7 +103,10 @@ class MTP:
             x = self._join(self._target.embedding(batch.token_ids), batch, cache)
             y = self._norm(self._layer(x, self._context(batch), layer))
             ops.write_hidden(y, cache.hidden, batch.slots)
-            return self._target.lm_head(ops.index_rows(y, batch.sample_rows))
+            logits = self._lm_head(ops.index_rows(y, batch.sample_rows))
+            if self._vocab_ids is None:
+                return logits
+            return ops.expand_vocab(logits, self._vocab_ids, self._target.vocab_size)
 
         return self._ops.compile(draft)
 

@@ -350,3 +350,13 @@ def test_fast_math_is_close(kind: str) -> None:
     assert torch.equal(
         fast.embedding(ids, mine, torch.float32, 2.0), exact.embedding(ids, theirs, torch.float32, 2.0)
     )
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_first_rows_are_columns_of_the_whole_result(kind: str) -> None:
+    ops = TritonLinear()
+    matrix, x = matrix_of(kind, 150, 256), normal(3, 256, seed=4)
+    weight = ops.pack_linear([matrix], kind if kind in KINDS else "float32", normal(150, seed=2))
+    whole = ops.linear(x, weight)
+    for count in (1, 64, 100, 150):
+        assert same_bits(ops.linear(x, ops.first_rows(weight, count)), whole[:, :count].contiguous())

@@ -43,18 +43,20 @@ BACKENDS = ("reference", *supported_isas())
 class Runner:
     """A target with its MTP head on one backend, and one request in shuffled blocks."""
 
-    def __init__(self, path: Path, ops: Ops, kv_dtype: str = "float32", max_len: int = 128) -> None:
+    def __init__(self, path: Path, ops: Ops, max_len: int = 128, draft_vocab_size: int = 0) -> None:
         precision = Precision.from_dtypes("float32")
         self.ops = ops
         self.target = load_model(path, ops, precision, "cpu", max_len)
-        self.head = self.target.head = load_mtp_head(path, self.target, ops, precision, "cpu")
+        self.head = self.target.head = load_mtp_head(
+            path, self.target, ops, precision, "cpu", draft_vocab_size=draft_vocab_size
+        )
         num_blocks = max_len // BLOCK_SIZE
         states = StateSizes(2, 4, max_rows=max_len)
         self.kv = KVStorage(
             num_blocks,
             BLOCK_SIZE,
             self.target.cache_shapes,
-            kv_dtype,
+            "float32",
             states=states,
             head=self.head.cache_shape,
             num_draft_blocks=2,
@@ -212,3 +214,12 @@ def test_wrong_shape_is_refused_before_the_target_is_loaded(tmp_path: Path) -> N
     change_tensors(path, **{"model.layers.2.mlp.other.weight": torch.zeros(4)})
     with pytest.raises(CheckpointError, match=r"unexpected tensors: model.layers.2.mlp.other"):
         read_head_info(path, path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_draft_vocabulary_is_the_first_ids(path: Path, backend: str) -> None:
+    whole, first = (Runner(path, make_ops(backend), draft_vocab_size=size) for size in (0, 100))
+    for runner in (whole, first):
+        runner.commit(0, 20)
+    expected, actual = whole.chain(21, 1)[0], first.chain(21, 1)[0]
+    assert torch.equal(actual[:100], expected[:100]) and actual[100:].isneginf().all()
