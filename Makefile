@@ -91,7 +91,8 @@ SANITIZED := build/sanitized/native.so
 SANITIZED_OBJECTS := $(patsubst build/native/%,build/sanitized/%,$(NATIVE_OBJECTS))
 SANITIZER_FLAGS := $(filter-out -O3,$(NATIVE_FLAGS)) -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 	-fno-omit-frame-pointer
-SANITIZED_TESTS := tests/kernels tests/sampling tests/speculation/drafters/test_suffix.py tests/speculation/drafters/test_draft_model.py \
+SANITIZED_TESTS := tests/kernels tests/sampling tests/speculation/drafters/test_suffix.py tests/speculation/drafters/test_text.py \
+	tests/speculation/drafters/test_draft_model.py \
 	tests/weights/test_gguf.py tests/weights/test_gguf_header.py tests/weights/test_gguf_values.py \
 	tests/benchmarks/test_fuzz_checkpoints.py
 
