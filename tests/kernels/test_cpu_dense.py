@@ -108,6 +108,22 @@ def test_non_finite_neighbours_change_no_bit(isa: str, kind: str, bad: float) ->
 
 
 @each_case
+def test_bfloat16_output_is_the_rounded_float32_output(isa: str, kind: str) -> None:
+    """Every high half of a finite float32, exact ties and values around them, infinities and NaN."""
+    halves = torch.arange(1 << 16, dtype=torch.int32) << 16
+    lows = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    bias = (halves[:, None] | lows).view(torch.float32).flatten()
+    bias = bias[(bias.abs() >= 2.0**-126) | bias.isnan()]
+    ops = CpuOps(isa)
+    weight = ops.pack_linear([torch.zeros(len(bias), 1)], kind, bias)
+    for rows in (1, 2):
+        x = torch.zeros(rows, 1)
+        wide, narrow = (ops.linear(x, weight, dtype) for dtype in ACTIVATIONS)
+        assert wide.isnan().equal(bias.isnan().expand(rows, -1))
+        assert torch.equal(bits(narrow), bits(wide.to(torch.bfloat16)))
+
+
+@each_case
 def test_non_finite_values_propagate(isa: str, kind: str) -> None:
     ops = CpuOps(isa)
     x = torch.zeros(4, 8)

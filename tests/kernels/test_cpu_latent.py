@@ -120,3 +120,30 @@ def test_product_by_head_is_the_ordinary_product(isa: str, weight_format: str, d
         assert same_bits(other.linear_by_head(x[part], weights), expected[part]), (threads, rows)
         joined = other.linear_by_head(x[part], weights, append[part])
         assert same_bits(joined, torch.cat((expected[part], append[part]), -1)), (threads, rows)
+
+
+@each_isa
+@pytest.mark.parametrize("weight_format", ["bfloat16", "int8", "q4_0"])
+@pytest.mark.parametrize(("k", "n", "appended"), [(128, 512, 64), (512, 128, 0)])
+def test_rows_of_a_prompt_have_the_bits_of_rows_alone(
+    isa: str, weight_format: str, k: int, n: int, appended: int
+) -> None:
+    """Heads of DeepSeek-V2-Lite's sizes, as columns of wider rows; the last panel of a pass has few rows."""
+    rows, heads = 131, 4
+    wide = randn(rows, heads * (k + appended) + 8, dtype=torch.bfloat16)
+    x = wide[:, : heads * k].view(rows, heads, k)
+    append = wide[:, heads * k : heads * (k + appended)].view(rows, heads, appended) if appended else None
+    sources: list[Matrix] = [
+        random_blocks(weight_format, n, k, head) if weight_format in QUANT_BLOCKS else randn(n, k, seed=head)
+        for head in range(heads)
+    ]
+    tensor_format = "bfloat16" if weight_format in QUANT_BLOCKS else weight_format
+    results = []
+    for ops in cpu_ops_by_threads(isa)[:2]:
+        weights = ops.pack_heads([ops.pack_linear([source], tensor_format) for source in sources])
+        results.append(ops.linear_by_head(x, weights, append))
+        for row in range(rows):
+            part = slice(row, row + 1)
+            alone = ops.linear_by_head(x[part], weights, None if append is None else append[part])
+            assert same_bits(alone, results[-1][part]), row
+    assert same_bits(*results)
