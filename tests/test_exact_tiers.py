@@ -25,6 +25,7 @@ from foreword.core.images import expand_placeholders
 from foreword.core.outputs import KVDiskStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
+from foreword.errors import ConfigError
 from foreword.kv_cache import block_files, disk_tier
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from tests.support.checkpoints import write_checkpoint
@@ -248,6 +249,8 @@ def test_limit_of_the_directory_is_kept(checkpoint: Path, expected: Answers, tmp
     assert answers_of(engine, conversations(1)) == expected
     size = sum(path.stat().st_size for path in tmp_path.glob("model-*/blocks/*/*"))
     assert 50 << 10 < size < 110 << 10
+    with pytest.raises(ConfigError, match=r"kv_cache_disk 1KiB holds no block: a block of \d+ tokens has "):
+        load_engine(checkpoint, **SMALL, kv_cache_dir=str(tmp_path), kv_cache_disk="1KiB")
 
 
 @pytest.mark.parametrize(

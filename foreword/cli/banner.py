@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foreword.cli.terminal import format_count
+from foreword.config.drafters import HEAD_DRAFTERS
 from foreword.config.options import Config
 from foreword.embedding.encoder_messages import EncoderInfo
 from foreword.fleet.memory import ELSEWHERE, FleetPlan
@@ -59,6 +60,7 @@ def banner_lines(
         loading_line(name, info, load_s),
         *((device_line(info),) if info.gpu is not None else ()),
         memory_line(info),
+        *((_disk_line(config),) if config.kv_cache_dir is not None else ()),
         *((speculation_line(info),) if info.resolved.drafters else ()),
         *((_sampling_line(sampling_defaults),) if sampling_defaults else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
@@ -147,6 +149,10 @@ def memory_line(info: EngineInfo) -> str:
     )
 
 
+def _disk_line(config: Config) -> str:
+    return f"disk: KV blocks are kept in {config.kv_cache_dir}, at most {config.kv_cache_disk} in all"
+
+
 def speculation_line(info: EngineInfo) -> str:
     """The drafters, their draft length, and the flag that turns them off."""
     if not info.resolved.drafters:
@@ -155,7 +161,8 @@ def speculation_line(info: EngineInfo) -> str:
     names = ", ".join(chosen.drafters)
     model = ""
     if info.draft_model:
-        model = f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)"
+        kind = "trained head" if {*HEAD_DRAFTERS} & {*chosen.drafters} else "draft model"
+        model = f" ({kind} {info.draft_model}, {format_count(info.draft_parameters)} parameters)"
     is_adaptive = chosen.draft_length == "adaptive"
     length = "as much as pays, at most" if is_adaptive else "whenever there is a guess, up to"
     bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"

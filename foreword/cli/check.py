@@ -119,8 +119,8 @@ def _check_model(
 
 def _check_draft_model(config: Config) -> Generator[CheckResult, None, ModelInfo | None]:
     """The draft model, or the trained head and whether it fits the model."""
-    path = Path(str(config.draft_model))
-    if head_method(path) is None:
+    if not _has_head(config):
+        path = Path(str(config.draft_model))
         return (yield from _check_model("draft model", path, config.gguf_dequantize))
     try:
         facts = read_drafter_info(config)
@@ -213,7 +213,7 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
 
 
 def _has_head(config: Config) -> bool:
-    return head_method(Path(str(config.draft_model))) is not None
+    return head_method(Path(str(config.draft_model)), Path(str(config.model))) is not None
 
 
 def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:

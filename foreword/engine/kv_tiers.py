@@ -19,6 +19,7 @@ from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.surviving_index import SurvivingIndex
 from foreword.models.model_loader import weight_files
+from foreword.planning.memory import format_bytes
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.utils.mapped_memory import MemoryFile
 
@@ -70,8 +71,13 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / f"{name}-{namespace.hex()}"
-    tier = DiskTier(root, parse_bytes("kv_cache_disk", config.kv_cache_disk), config.replicas > 1)
-    blocks = PooledFiles(scheduler.pool, images, BlockFiles(folder / "blocks", namespace, images.nbytes))
+    files = BlockFiles(folder / "blocks", namespace, images.nbytes)
+    max_bytes = parse_bytes("kv_cache_disk", config.kv_cache_disk)
+    if max_bytes < files.file_bytes:
+        limit = f"a block of {kv.block_size} tokens has {format_bytes(files.file_bytes)}"
+        raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {limit}", "kv_cache_disk")
+    tier = DiskTier(root, max_bytes, config.replicas > 1)
+    blocks = PooledFiles(scheduler.pool, images, files)
     scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
     anchors = None
     if states is not None and anchor_images is not None:

@@ -322,7 +322,7 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
     if config.speculate != "off" and config.num_speculative_tokens == 0:
         notes.append("num_speculative_tokens is 0: nothing is drafted, as with --speculate off")
     elif config.draft_model is not None and not config.runs_draft_model:
-        reason = f"--speculate {config.speculate} does not name `draft`"
+        reason = f"--speculate {config.speculate} names no drafter that needs it"
         notes.append(f"the draft model {config.draft_model} is not used: {reason}")
     return tuple(notes)
 

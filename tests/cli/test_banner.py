@@ -96,6 +96,13 @@ def test_curl_line_never_prints_the_key() -> None:
     assert any("Authorization: Bearer $FOREWORD_API_KEY" in line for line in lines)
 
 
+def test_directory_of_kv_blocks_is_named_with_its_limit() -> None:
+    config = Config(kv_cache_dir="/var/cache/foreword", kv_cache_disk="50GiB")
+    line = "disk: KV blocks are kept in /var/cache/foreword, at most 50GiB in all"
+    assert line in banner_lines(config, INFO, "demo", URL, 1.0)
+    assert not any(line.startswith("disk:") for line in banner_lines(Config(), INFO, "demo", URL, 1.0))
+
+
 def test_speculation_line_names_drafters_length_and_flag() -> None:
     assert speculation_line(INFO) == (
         "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; "
@@ -113,6 +120,8 @@ def test_speculation_line_names_drafters_length_and_flag() -> None:
         "speculation: prediction, suffix, draft (draft model small, 400.0 k parameters); "
         "as much as pays, at most 32 tokens a request and step; turn off with --speculate off"
     )
+    with_head = replace(INFO, resolved=replace(RESOLVED, drafters=("suffix", "mtp")), draft_model="small")
+    assert "speculation: suffix, mtp (trained head small, 0 parameters); " in speculation_line(with_head)
     off = replace(INFO, resolved=replace(RESOLVED, drafters=()))
     assert speculation_line(off) == "speculation: off; turn on with --speculate auto"
 

@@ -26,6 +26,7 @@ from tests.server.conftest import run_server
 from tests.support.checkpoints import change_config, write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.heads import write_random_head
+from tests.support.mtp_checkpoints import write_mtp_checkpoint
 from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
@@ -178,6 +179,14 @@ def test_trained_head_is_counted_and_must_fit(tmp_path: Path, capsys: pytest.Cap
     assert code == 1 and "trained head: the EAGLE-3 head is made for a model with 100 tokens" in text
 
 
+def test_mtp_head_of_the_model_is_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_mtp_checkpoint(tmp_path / "model", "qwen3_5_text")
+    code, text = check(capsys, str(model))
+    assert code == 0 and re.search(r"ok   trained head: mtp, [\d.]+ k parameters in float32, fits", text)
+    assert re.search(r"trained head +[\d.]+ KiB  float32", text)
+    assert "draft model" not in text and "draft weights" not in text and "draft size" not in text
+
+
 def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = HardwareInfo("cpu", 4, 20 << 30, True)
     monkeypatch.setattr(command, "detect_hardware", lambda *_: cpu)
@@ -227,7 +236,7 @@ def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
         ),
         (
             ["--draft-model", "demo", "--speculate", "ngram"],
-            "note the draft model demo is not used: --speculate ngram does not name `draft`",
+            "note the draft model demo is not used: --speculate ngram names no drafter that needs it",
         ),
         (
             ["--speculative-config", '{"disable_by_batch_size": 4}'],
@@ -235,7 +244,7 @@ def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
         ),
         (
             ["--draft-model", "demo", "--speculate", "off"],
-            "note the draft model demo is not used: --speculate off does not name `draft`",
+            "note the draft model demo is not used: --speculate off names no drafter that needs it",
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 3}'],

@@ -80,7 +80,7 @@ def stored_salt(folder: Path) -> bytes:
                 os.link(file.name, path)
         salt = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"kv_cache_dir: {path}: {error.strerror or error}", "kv_cache_dir") from None
+        raise ConfigError(f"kv_cache_dir: {folder}: {error.strerror or error}", "kv_cache_dir") from None
     if len(salt) != SALT_BYTES:
         raise ConfigError(f"kv_cache_dir: {path} must have {SALT_BYTES} bytes; remove it", "kv_cache_dir")
     return salt
