@@ -137,7 +137,12 @@ def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: 
     torch.manual_seed(options.seed)
     head = Eagle3DraftModel(_head_shape(args, target, len(draft_ids)), torch.tensor(draft_ids))
     trainer = Trainer(
-        target, head.to(target.device), answers, held_out, options, folder / "training" / "head.pt"
+        target,
+        head.to(target.device),
+        answers,
+        held_out,
+        options,
+        folder / "training" / "checkpoint.safetensors",
     )
     num_values = sum(value.numel() for value in head.parameters())
     say(

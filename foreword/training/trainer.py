@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foreword.errors import ConfigError
@@ -184,7 +186,7 @@ class Trainer:
             for batch in plan_epoch(lengths, options.batch_tokens, f"{options.seed}:{epoch}")
         ]
         self._optimizers = _make_optimizers(head, options.learning_rate)
-        # What a checkpoint was made with: in plain values, which torch.load() reads safely
+        # What a checkpoint was made with, in JSON's values
         self._origin = json.loads(
             json.dumps({**asdict(options), **asdict(head.shape), "answers": len(answers)})
         )
@@ -242,31 +244,32 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint under another name first: a kill keeps the old one."""
-        state = {
-            "origin": self._origin,
-            "step": self.step,
-            "head": self.head.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-        }
+        tensors = {f"head.{name}": value for name, value in self.head.state_dict().items()}
+        for number, optimizer in enumerate(self._optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in values.items()}
+        tensors = {name: value.contiguous() for name, value in tensors.items()}
         partial = self._checkpoint.with_suffix(".partial")
         try:
-            torch.save(state, partial)
+            save_file(tensors, partial, {"origin": json.dumps(self._origin), "step": str(self.step)})
             partial.replace(self._checkpoint)
-        except (OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
+        except (OSError, RuntimeError, SafetensorError) as error:
             problem = f"{self._checkpoint} cannot be written: {error}"
             raise ConfigError(f"{problem}; the same command goes on", "output") from None
 
     def _load(self) -> None:
         """Raises ConfigError."""
         try:
-            state: dict[str, Any] = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
-            origin = state["origin"]
+            with safe_open(self._checkpoint, "pt") as file:
+                metadata, names = file.metadata(), file.keys()  # the handle is no mapping
+                tensors = {name: file.get_tensor(name) for name in names}
+            origin = json.loads(metadata["origin"])
             changed = [name for name, value in self._origin.items() if origin.get(name) != value]
             if not changed:
-                self.head.load_state_dict(state["head"])
-                for optimizer, values in zip(self._optimizers, state["optimizers"], strict=True):
-                    optimizer.load_state_dict(values)
-                self.step = int(state["step"])
+                self.head.load_state_dict(_below(tensors, "head."))
+                for number, optimizer in enumerate(self._optimizers):
+                    optimizer.load_state_dict(_optimizer_state(optimizer, tensors, f"optimizer.{number}."))
+                self.step = int(metadata["step"])
         except Exception as error:  # torch raises many kinds
             raise ConfigError(f"{self._checkpoint} is no checkpoint of training: {error}", "output") from None
         if changed:
@@ -298,6 +301,22 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         enabled = self.options.dtype == "bfloat16"
         return torch.autocast(self._target.device, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Tensors by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str
+) -> dict[str, Any]:
+    """What load_state_dict() takes; the groups are those of a new optimizer."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in _below(tensors, prefix).items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    return {**optimizer.state_dict(), "state": state}
 
 
 def _make_optimizers(head: Eagle3DraftModel, factor: float) -> list[torch.optim.Optimizer]:

@@ -135,7 +135,7 @@ def make_trainer(
 
 
 def test_acceptance_rises_to_what_the_answers_allow(model: Path, target: TargetModel, tmp_path: Path) -> None:
-    trainer = make_trainer(target, tmp_path / "head.pt", make_answers(5, seed=2))
+    trainer = make_trainer(target, tmp_path / "head.safetensors", make_answers(5, seed=2))
     assert trainer.measure().length < 2
     lines: list[Progress] = []
     trainer.train(report_s=0, evaluate_s=1e9, on_progress=lines.append)
@@ -143,7 +143,7 @@ def test_acceptance_rises_to_what_the_answers_allow(model: Path, target: TargetM
     assert lines[-1].loss < lines[0].loss / 4
     assert lines[-1].left_s == 0
     assert trainer.measure() == lines[-1].acceptance == Acceptance(120, 30, (1.0, 1.0, 1.0))
-    other = make_trainer(target, tmp_path / "other.pt", make_answers(20, is_predictable=False))
+    other = make_trainer(target, tmp_path / "other.safetensors", make_answers(20, is_predictable=False))
     other.head.load_state_dict(trainer.head.state_dict())
     assert 1 <= other.measure().length < 1.3, "nothing predicts random tokens"
     write_head(tmp_path, trainer.head, str(model), [], torch.float32)
@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_to_the_same_head(target: TargetModel, tmp_path: Pa
         return iter(map(float, range(10_000))).__next__
 
     options = replace(OPTIONS, epochs=3)
-    whole = make_trainer(target, tmp_path / "whole.pt", held_out, options)
+    whole = make_trainer(target, tmp_path / "whole.safetensors", held_out, options)
     whole.train(0, 4, lambda progress: None, clock())
 
     measured = []
@@ -177,9 +177,9 @@ def test_a_killed_run_goes_on_to_the_same_head(target: TargetModel, tmp_path: Pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(target, tmp_path / "head.pt", held_out, options).train(0, 4, kill, clock())
+        make_trainer(target, tmp_path / "head.safetensors", held_out, options).train(0, 4, kill, clock())
     (tmp_path / "head.partial").write_bytes(b"torn")
-    again = make_trainer(target, tmp_path / "head.pt", held_out, options)
+    again = make_trainer(target, tmp_path / "head.safetensors", held_out, options)
     assert [again.step] == measured, "the last checkpoint was before the kill"
     again.train(0, 4, lambda progress: None, clock())
     assert again.step == whole.step == whole.num_steps
@@ -187,7 +187,7 @@ def test_a_killed_run_goes_on_to_the_same_head(target: TargetModel, tmp_path: Pa
 
 
 def test_checkpoints_of_other_options_are_refused(target: TargetModel, tmp_path: Path) -> None:
-    path, held_out = tmp_path / "head.pt", make_answers(2)
+    path, held_out = tmp_path / "head.safetensors", make_answers(2)
     make_trainer(target, path, held_out).save()
     with pytest.raises(ConfigError, match="was made with epochs 12: choose another --output"):
         make_trainer(target, path, held_out, replace(OPTIONS, epochs=13))
@@ -197,7 +197,7 @@ def test_checkpoints_of_other_options_are_refused(target: TargetModel, tmp_path:
 
 
 def test_a_run_that_cannot_go_on_says_why(target: TargetModel, tmp_path: Path) -> None:
-    trainer = make_trainer(target, tmp_path / "nowhere" / "head.pt", make_answers(2))
+    trainer = make_trainer(target, tmp_path / "nowhere" / "head.safetensors", make_answers(2))
     with pytest.raises(ConfigError, match=r"cannot be written: .*; the same command goes on"):
         trainer.save()
     with torch.no_grad():
