@@ -93,7 +93,7 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
     if target.image_token_id is not None:
         yield _check_images(config, target)
     if drafter is not None:
-        yield _check_drafter_size(target, drafter)
+        yield _check_drafter_size(config, target, drafter)
     if with_memory and config.replicas:
         yield from _check_memory(config, target, drafter)
     if config.remote_urls:
@@ -216,9 +216,14 @@ def _has_head(config: Config) -> bool:
     return head_method(Path(str(config.draft_model)), Path(str(config.model))) is not None
 
 
-def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
+def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -> CheckResult:
     if drafter.is_head:
-        share = drafter.parameters / target.active_parameters
+        num_read = drafter.active_parameters
+        if not drafter.embedding_parameters:  # its output layer is the model's
+            limit = config.mtp_vocab_size if drafter.architecture == "mtp" else 0
+            num_rows = min(limit or target.vocab_size, target.vocab_size)
+            num_read += num_rows * drafter.hidden_values_per_token
+        share = num_read / target.active_parameters
         return CheckResult(True, f"a draft token reads at most {share:.1%} of the model's parameters")
     warning = draft_size_warning(target.parameters, drafter.parameters)
     if warning is not None:

@@ -11,7 +11,7 @@ import fcntl
 import gc
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,6 @@ EVALUATE_S = 180.0  # between checkpoints, with which acceptance is measured
 MAX_TTT_STEPS = 7
 MAX_SIZE = 1 << 17
 DTYPES = ("float32", "bfloat16")
-Say = Callable[[str], None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(data)
     model, seed = str(config.model or DEFAULT_MODEL), config.seed or 0
     options = AnswerOptions.create(model, data, args.max_tokens, args.temperature, seed)
-    say = _Say(folder / "training" / "log.txt")
+    log = _RunLog(folder / "training" / "log.txt")
     with _locked(folder / "training"):
         file = AnswersFile(folder / "training" / "answers.jsonl", options)
         if file.num_done < len(prompts):
@@ -78,26 +77,26 @@ def run(args: argparse.Namespace) -> int:
             for num_done in answer_prompts(llm, prompts, file, options, llm.info.resolved.max_num_seqs):
                 if (now := time.monotonic()) - reported >= REPORT_S or num_done == len(prompts):
                     left_s = (now - started) / (num_done - before) * (len(prompts) - num_done)
-                    say(f"answered {num_done} of {len(prompts)} prompts, {_format_duration(left_s)} left")
+                    log(f"answered {num_done} of {len(prompts)} prompts, {_format_duration(left_s)} left")
                     reported = now
             del llm
             gc.collect()
         for reason in file.skipped[:3]:
-            say(f"skipped {reason}")
-        _train(args, replace(config, seed=seed), file, folder, say)
+            log(f"skipped {reason}")
+        _train(args, replace(config, seed=seed), file, folder, log)
     return 0
 
 
-class _Say:
+class _RunLog:
     """Lines on stderr, and in a log with the time."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def __call__(self, text: str) -> None:
         startup_line.end()
         stderr_console().print(text, markup=False)
-        with self._log.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
@@ -117,7 +116,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: Path, say: Say) -> None:
+def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: Path, log: _RunLog) -> None:
     with loading_bar("loading the model for training") as progress:
         target = TargetModel(resolve_paths(config), lambda done, total: progress("weights", done, total))
     torch.set_num_threads(target.threads)
@@ -145,26 +144,26 @@ def _train(args: argparse.Namespace, config: Config, file: AnswersFile, folder: 
         folder / "training" / "checkpoint.safetensors",
     )
     num_values = sum(value.numel() for value in head.parameters())
-    say(
+    log(
         f"training a head of {format_count(num_values)} parameters on {len(answers)} answers "
         f"({format_count(sum(len(each.token_ids) for each in answers))} tokens with prompts), "
         f"{len(held_out)} held out; step {trainer.step} of {trainer.num_steps}, {options.dtype}"
     )
     covered = _share_covered(held_out, set(draft_ids))
-    say(f"draft vocabulary: {len(draft_ids)} of {vocab_size} tokens, {covered:.1%} of the held-out answers")
+    log(f"draft vocabulary: {len(draft_ids)} of {vocab_size} tokens, {covered:.1%} of the held-out answers")
     name = str(config.model or DEFAULT_MODEL)
     target_names = name, _architectures(resolve_paths(config))
     dtype = getattr(torch, args.head_dtype)
     try:
-        trainer.train(REPORT_S, EVALUATE_S, lambda progress: say(_progress_line(progress)))
+        trainer.train(REPORT_S, EVALUATE_S, lambda progress: log(_progress_line(progress)))
     except (KeyboardInterrupt, Terminated):
         _write(folder, head, target_names, dtype)
         steps = f"stopped at step {trainer.step} of {trainer.num_steps}"
-        say(f"{steps}: {folder} has the head as it is; the same command goes on from the last checkpoint")
+        log(f"{steps}: {folder} has the head as it is; the same command goes on from the last checkpoint")
         raise
     size = _write(folder, head, target_names, dtype)
-    say(f"{folder}: EAGLE-3 head for {name}, {size / 1e6:.1f} MB; held out: {_describe(trainer.measure())}")
-    say(f"foreword serve {name} --draft-model {folder}")
+    log(f"{folder}: EAGLE-3 head for {name}, {size / 1e6:.1f} MB; held out: {_describe(trainer.measure())}")
+    log(f"foreword serve {name} --draft-model {folder}")
 
 
 def _write(

@@ -20,6 +20,8 @@ from foreword.config.options import Config
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
 from foreword.fleet.memory import ModelPlan
+from foreword.models.heads.head_loader import read_head_info
+from foreword.models.model_loader import read_model_info
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
@@ -185,6 +187,11 @@ def test_mtp_head_of_the_model_is_no_draft_model(tmp_path: Path, capsys: pytest.
     assert code == 0 and re.search(r"ok   trained head: mtp, [\d.]+ k parameters in float32, fits", text)
     assert re.search(r"trained head +[\d.]+ KiB  float32", text)
     assert "draft model" not in text and "draft weights" not in text and "draft size" not in text
+    info = read_model_info(model)
+    for options, num_rows in ((("--mtp-vocab-size", "100"), 100), ((), info.vocab_size)):
+        text = check(capsys, str(model), *options)[1]
+        num_read = read_head_info(model, model).parameters + num_rows * 64  # of the model's output layer
+        assert f"a draft token reads at most {num_read / info.parameters:.1%} of the model's" in text
 
 
 def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
