@@ -334,6 +334,8 @@ def test_removed_request_frees_what_it_waited_for(checkpoint: Path, tmp_path: Pa
     engine.step()
     assert engine.prefix_loader.is_busy
     engine.remove(request.id)
+    assert engine.idle and not engine.prefix_loader.is_busy, "no step comes to notice it"
+    wait_written(engine)
     engine.submit(replace(request, id="other", prompt_ids=request.prompt_ids[50:]))
     run(engine)
     assert not engine.prefix_loader.is_busy

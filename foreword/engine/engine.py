@@ -151,6 +151,8 @@ class Engine:
         state = self.scheduler.remove(request_id)
         if state is not None:
             self._evict_images()
+            if self.prefix_loader is not None:
+                self.prefix_loader.remove(state)
             self.proposer.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
 
     def step(self) -> StepReport:

@@ -61,9 +61,6 @@ class PrefixLoader:
 
     def step(self, candidates: Sequence[RequestState], live: Mapping[str, RequestState]) -> None:
         """Take what has been read, and begin to read for waiting requests that may start next."""
-        for state, job in list(self._jobs.values()):
-            if live.get(state.id) is not state:
-                self._leave(state, job)
         decided = self._decided.values()
         self._decided = {s.id: s for s in decided if live.get(s.id) is s and not s.blocks}
         now_s = self._clock()
@@ -73,6 +70,11 @@ class PrefixLoader:
         for state in candidates:
             if state.id not in self._decided and state.id not in self._jobs:
                 self._decide(state)
+
+    def remove(self, state: RequestState) -> None:
+        """The request has ended; the next step() may be long after."""
+        if state.id in self._jobs:
+            self._leave(*self._jobs[state.id])
 
     def wait(self) -> None:
         """Wait for a moment until something has been read: nothing else is to do."""

@@ -43,6 +43,9 @@ class Engine:
         self.live[name] = RequestState(request, len(self.live), 64)
         return self.live[name]
 
+    def remove(self, name: str) -> None:
+        self.loader.remove(self.live.pop(name))
+
     def step(self) -> None:
         self.loader.step(list(self.live.values()), self.live)
 
@@ -166,11 +169,9 @@ def test_request_that_ended_is_not_waited_for(root: Path) -> None:
     engine = Engine(root)  # its thread is not started
     first, second = engine.add("a"), engine.add("b")
     engine.step()
-    del engine.live["a"]
-    engine.step()
+    engine.remove("a")
     assert engine.loader.is_busy and second.is_loading
-    del engine.live["b"]
-    engine.step()
+    engine.remove("b")
     assert not engine.loader.is_busy and not first.is_loading
 
 
