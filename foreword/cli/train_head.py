@@ -27,6 +27,7 @@ from foreword.config.options import Config
 from foreword.demo import DEFAULT_MODEL
 from foreword.errors import ConfigError, Terminated
 from foreword.llm import LLM
+from foreword.models.heads.eagle3 import NUM_AUX_LAYERS
 from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.planning.hardware import hardware_info, probe_hardware
 from foreword.training.answers import (
@@ -39,7 +40,6 @@ from foreword.training.answers import (
 )
 from foreword.training.eagle3 import (
     DRAFT_TOKENS,
-    NUM_AUX_LAYERS,
     Eagle3DraftModel,
     Eagle3Shape,
     default_aux_layers,

@@ -106,7 +106,7 @@ class Decoder(ABC):
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
         return self.norm(self._run_layers(batch, kv_cache)[0])
 
-    def forward_taps(
+    def forward_with_aux_hidden_states(
         self, batch: Batch, kv_cache: KVCache, layers: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
         """The residual stream [T, H] entering each of these layers, and the hidden states of logits() [T, H].
@@ -117,9 +117,9 @@ class Decoder(ABC):
         return streams, self._head_norm(output)
 
     def _run_layers(
-        self, batch: Batch, kv_cache: KVCache, taps: Sequence[int] = ()
+        self, batch: Batch, kv_cache: KVCache, aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Output of the last layer [T, H], and the residual streams [T, H] entering the layers `taps`."""
+        """Output of the last layer [T, H], and the residual streams [T, H] entering `aux_layers`."""
         self.lora.batch = batch
         x = self.embedding(batch.token_ids)
         features = batch.image_features
@@ -127,8 +127,8 @@ class Decoder(ABC):
             values = features.values[:, : self.config.hidden_size]
             self.ops.scatter_rows(x, features.rows, values * self.config.input_scale)
         contexts = self._forward_contexts(batch, x)
-        head_taps = () if self.head is None else self.head.taps
-        wanted, streams = {*head_taps, *taps}, {0: x}
+        head_layers = () if self.head is None else self.head.aux_layers
+        wanted, streams = {*head_layers, *aux_layers}, {0: x}
         for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, contexts[type_index], kv_cache.layer(index))
             if features is not None:
@@ -137,8 +137,8 @@ class Decoder(ABC):
                 streams[index + 1] = x
         if self.head is not None:
             assert kv_cache.head is not None, "a KV cache without memory of the head"
-            self.head.commit(batch, streams[0], [streams[tap] for tap in head_taps], kv_cache.head)
-        return x, [streams[tap] for tap in taps]
+            self.head.commit(batch, streams[0], [streams[each] for each in head_layers], kv_cache.head)
+        return x, [streams[each] for each in aux_layers]
 
     def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
         """Add the vision encoder's features of inner blocks after the first layers (DeepStack)."""

@@ -54,8 +54,12 @@ class Head(Protocol):
     method: str  # name of its drafter
     info: ModelInfo
     cache_shape: HeadShape
-    taps: tuple[int, ...]  # layers whose input it reads; the number of layers means the last one's output
-    is_anchored: bool  # rows of a draft see the target's tokens alone, all from the position of the last one
+    aux_layers: tuple[
+        int, ...
+    ]  # layers whose input it reads; the number of layers means the last one's output
+    has_fixed_position: (
+        bool  # rows of a draft see the target's tokens alone, all from the position of the last one
+    )
 
     @property
     def uses_mrope(self) -> bool:
@@ -64,10 +68,12 @@ class Head(Protocol):
     def set_max_model_len(self, max_model_len: int) -> None:
         """As of a model."""
 
-    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
         """Write hidden states, K and V of all rows of a pass of the target.
 
-        embeddings [T, H]: input of its first layer; taps [T, H] of each of `taps`
+        embeddings [T, H]: input of its first layer; aux_hidden_states [T, H] of each of `aux_layers`
         """
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:

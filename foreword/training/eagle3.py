@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from foreword.errors import ConfigError
 from foreword.models.decoder_config import DecoderConfig
+from foreword.models.heads.eagle3 import NUM_AUX_LAYERS
 
 SPECULATORS_VERSION = "0.9.0"  # the format's
-NUM_AUX_LAYERS = 3
 DRAFT_TOKENS = 3  # default length of a chain, as the field serves EAGLE-3
 
 
@@ -149,11 +149,13 @@ class Eagle3DraftModel(nn.Module):
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits.float()
 
-    def unroll(self, embeddings: Tensor, taps: Tensor, starts: Tensor, num_passes: int) -> list[Tensor]:
+    def unroll(
+        self, embeddings: Tensor, aux_hidden_states: Tensor, starts: Tensor, num_passes: int
+    ) -> list[Tensor]:
         """Hidden states [B, W, H] of each pass of chains that begin at the positions `starts`.
 
         embeddings  [B, L, H]
-        taps        [B, L, taps * H]
+        aux_hidden_states  [B, L, layers * H]
         starts      int64 [B, W], from 1 to L - 1
 
         Pass j of a chain that begins at p reads the pair at p + j, clamped to L - 1, and predicts the token
@@ -162,7 +164,7 @@ class Eagle3DraftModel(nn.Module):
         test).
         """
         length = embeddings.shape[1]
-        known = self._pair(embeddings[:, 1:], self.fc(taps[:, :-1]))
+        known = self._pair(embeddings[:, 1:], self.fc(aux_hidden_states[:, :-1]))
         positions = torch.arange(1, length, device=embeddings.device)
         k, v = self._keys(known.input, positions.expand(len(embeddings), -1))
         mask = positions <= starts[:, :, None]

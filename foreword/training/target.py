@@ -33,7 +33,7 @@ class TrainingBatch:
 
     token_ids: Tensor  # int64 [B, L], then zeros
     embeddings: Tensor  # [B, L, H]
-    taps: Tensor  # [B, L, taps * H]: the residual stream entering some layers
+    aux_hidden_states: Tensor  # [B, L, layers * H]: the residual stream entering some layers
     learned_index: Tensor  # int64 [B, L]: index among the N rows, -1 for others
     log_probs: Tensor  # float32 [N, draft vocabulary]: the target's, of the draft vocabulary's tokens
     first_rows: tuple[int, ...]  # by answer: row of its first token
@@ -89,7 +89,7 @@ class TargetModel:
         return TrainingBatch(
             token_ids=place(token_ids.to(self.device)),
             embeddings=place(streams[0]),
-            taps=place(torch.cat(streams[1:], dim=1)),
+            aux_hidden_states=place(torch.cat(streams[1:], dim=1)),
             learned_index=place(index, -1),
             log_probs=torch.cat(log_probs),
             first_rows=tuple(answer.num_prompt for answer in answers),
@@ -116,6 +116,6 @@ class TargetModel:
             mrope=self.model.uses_mrope,
             with_request_index=self._ops.supports_graphs,
         )
-        streams, hidden = self.model.forward_taps(batch, self._kv, layers)
+        streams, hidden = self.model.forward_with_aux_hidden_states(batch, self._kv, layers)
         num_rows = sum(map(len, token_ids))
         return [stream[:num_rows] for stream in streams], hidden[:num_rows]

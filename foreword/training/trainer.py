@@ -116,7 +116,7 @@ def run_chains(head: Eagle3DraftModel, batch: TrainingBatch, num_passes: int) ->
     first = torch.tensor(batch.first_rows).clamp(min=2) - 1
     width = max(int((torch.tensor(batch.lengths) - 1 - first).max()), 1)
     starts = (first[:, None] + torch.arange(width)).clamp(max=length - 1).to(batch.token_ids.device)
-    hidden = head.unroll(batch.embeddings.float(), batch.taps.float(), starts, num_passes)
+    hidden = head.unroll(batch.embeddings.float(), batch.aux_hidden_states.float(), starts, num_passes)
     following = F.pad(batch.token_ids[:, 1:], (0, 1))
     for index in range(num_passes):
         positions = starts + index

@@ -34,7 +34,7 @@ HEAD_CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-TAPS = (0, 1, 2)
+AUX_LAYERS = (0, 1, 2)
 MAX_TRAINED = 256  # tokens of a text
 
 
@@ -51,12 +51,14 @@ class ReferenceHead:
     prefix: str = "midlayer."
     options: dict[str, bool] = field(default_factory=dict)
 
-    def fuse(self, taps: Tensor) -> Tensor:
-        """[L, taps, H] -> [L, h]"""
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """[L, layers, H] -> [L, h]"""
         if self.options.get("fc_norm"):
-            parts = [self.norm(taps[:, i], f"fc_norm.{i}") for i in range(taps.shape[1])]
-            taps = torch.stack(parts, 1)
-        joined = taps.flatten(1)
+            parts = [
+                self.norm(aux_hidden_states[:, i], f"fc_norm.{i}") for i in range(aux_hidden_states.shape[1])
+            ]
+            aux_hidden_states = torch.stack(parts, 1)
+        joined = aux_hidden_states.flatten(1)
         if self.options.get("norm_before_fc"):
             joined = self.norm(joined, "input_norm")
         return F.linear(joined, self.tensors["fc.weight"])
@@ -200,7 +202,7 @@ def write_gguf_head(
     writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     writer.add_float32("eagle3.rope.freq_base", config["rope_theta"])
     writer.add_bool("eagle3.norm_before_residual", norm_before_residual)
-    writer.add_array("eagle3.extract_layers", list(TAPS))
+    writer.add_array("eagle3.extract_layers", list(AUX_LAYERS))
     for name, value in tensors.items():
         if name == "d2t":
             writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
@@ -222,10 +224,10 @@ def _gguf_tensor(name: str, value: Tensor, head_dim: int) -> tuple[str, Any]:
 
 
 def head_config(model: Path, **options: Any) -> dict[str, Any]:
-    """A config of the original's layout for a target; tests have few layers, so it names all taps."""
+    """A config of the original's layout for a target; tests have few layers, so it names all layers."""
     target = json.loads((model / "config.json").read_text())
     target |= target.get("text_config", {})
-    eagle = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
+    eagle = {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "use_aux_hidden_state": True}
     size = target["hidden_size"]
     sizes = {"vocab_size": target["vocab_size"], "hidden_size": size, "head_dim": size // 4}
     return {**HEAD_CONFIG, **sizes, "eagle_config": eagle, **options}
@@ -242,23 +244,27 @@ def write_random_head(path: Path, model: Path) -> Path:
     return write_head(path, config, head_tensors(config, config["hidden_size"]))
 
 
-class TapRecorder:
+class AuxRecorder:
     """A Head that only keeps the target's hidden states."""
 
     method, uses_mrope = "eagle3", False
     cache_shape = HeadShape(KVShape(1, 16), 16)
 
-    def __init__(self, taps: Sequence[int]) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, aux_layers: Sequence[int]) -> None:
+        self.aux_layers = tuple(aux_layers)
         self.recorded = torch.empty(0)
 
-    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
-        self.recorded = torch.stack(list(taps), 1)
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
+        self.recorded = torch.stack(list(aux_hidden_states), 1)
 
 
-def record_taps(model: Path, texts: Sequence[Sequence[int]], taps: Sequence[int] = TAPS) -> list[Tensor]:
-    """[L, taps, H] of each text."""
-    helper = ForwardHelper(model, head=TapRecorder(taps))
+def record_aux_hidden_states(
+    model: Path, texts: Sequence[Sequence[int]], aux_layers: Sequence[int] = AUX_LAYERS
+) -> list[Tensor]:
+    """[L, layers, H] of each text."""
+    helper = ForwardHelper(model, head=AuxRecorder(aux_layers))
     result = []
     for text in texts:
         helper.logits(text)
@@ -276,7 +282,7 @@ def train_head(
     ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
     embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
     texts = [text[:MAX_TRAINED] for text in texts]
-    recorded = record_taps(model, texts)
+    recorded = record_aux_hidden_states(model, texts)
     for value in tensors.values():
         value.requires_grad_()
     head = ReferenceHead(config, tensors, embedding, tensors["lm_head.weight"])
@@ -284,8 +290,8 @@ def train_head(
     for step in range(steps):
         loss = torch.zeros(())
         pairs = list(zip(texts, recorded, strict=True))
-        for text, taps in pairs[step % 2 :: 2] or pairs:
-            hidden, ids = head.fuse(taps[:-1]), torch.tensor(text)
+        for text, aux_hidden_states in pairs[step % 2 :: 2] or pairs:
+            hidden, ids = head.fuse(aux_hidden_states[:-1]), torch.tensor(text)
             for shift in range(1, 3):
                 out, normalized = head.layer(hidden, ids[shift:])
                 logits = F.linear(normalized[:-1], head.lm_head)

@@ -68,7 +68,9 @@ def rotated(x: Tensor, position: int) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=1)
 
 
-def draft(head: Eagle3DraftModel, embeddings: Tensor, taps: Tensor, start: int, count: int) -> list[Tensor]:
+def draft(
+    head: Eagle3DraftModel, embeddings: Tensor, aux_hidden_states: Tensor, start: int, count: int
+) -> list[Tensor]:
     """Logits of a chain of one sequence, token by token with a KV cache, from the published description."""
     w = {name: value.detach() for name, value in head.named_parameters()}
 
@@ -97,7 +99,7 @@ def draft(head: Eagle3DraftModel, embeddings: Tensor, taps: Tensor, start: int, 
 
     logits = []
     for position in range(1, start + 1):
-        hidden = run(embeddings[position], w["fc.weight"] @ taps[position - 1], position)
+        hidden = run(embeddings[position], w["fc.weight"] @ aux_hidden_states[position - 1], position)
     for index in range(count):
         if index:
             hidden = run(embeddings[start + index], hidden, start + index)
@@ -109,14 +111,14 @@ def draft(head: Eagle3DraftModel, embeddings: Tensor, taps: Tensor, start: int, 
 def test_passes_of_training_equal_drafting() -> None:
     head = make_head()
     lengths, starts = (12, 7), torch.tensor([[1, 2, 5, 8], [1, 2, 3, 11]])
-    embeddings, taps = torch.randn(2, 12, 16), torch.randn(2, 12, 48)
-    embeddings[1, 7:], taps[1, 7:] = float(7), float(7)  # padding
-    passes = [head.logits(hidden) for hidden in head.unroll(embeddings, taps, starts, 4)]
+    embeddings, aux_hidden_states = torch.randn(2, 12, 16), torch.randn(2, 12, 48)
+    embeddings[1, 7:], aux_hidden_states[1, 7:] = float(7), float(7)  # padding
+    passes = [head.logits(hidden) for hidden in head.unroll(embeddings, aux_hidden_states, starts, 4)]
     for row, column in ((row, column) for row in range(2) for column in range(4)):
         start = int(starts[row, column])
         if start + 4 > lengths[row]:
             continue
-        for index, expected in enumerate(draft(head, embeddings[row], taps[row], start, 4)):
+        for index, expected in enumerate(draft(head, embeddings[row], aux_hidden_states[row], start, 4)):
             torch.testing.assert_close(passes[index][row, column], expected, rtol=1e-4, atol=1e-4)
 
 

@@ -34,13 +34,13 @@ def test_hidden_states_and_probabilities_are_those_of_the_model(tmp_path: Path) 
     for index, answer in enumerate(answers):
         length, ids = len(answer.token_ids), torch.from_numpy(answer.token_ids).long()
         assert batch.token_ids[index, :length].tolist() == ids.tolist()
-        assert not batch.token_ids[index, length:].any() and not batch.taps[index, length:].any()
+        assert not batch.token_ids[index, length:].any() and not batch.aux_hidden_states[index, length:].any()
         streams.clear()
         with torch.no_grad():
             log_probs = model(ids[None]).logits[0].log_softmax(-1)[:, DRAFT_IDS]
         torch.testing.assert_close(batch.embeddings[index, :length], streams[0])
         expected = torch.cat([streams[1], streams[3]], dim=1)
-        torch.testing.assert_close(batch.taps[index, :length], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(batch.aux_hidden_states[index, :length], expected, rtol=1e-4, atol=1e-4)
         learned = range(answer.num_prompt - 1, length - 1)  # rows whose next token is of the answer
         assert batch.learned_index[index].tolist() == [
             row + learned.index(p) if p in learned else -1 for p in range(40)

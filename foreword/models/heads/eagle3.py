@@ -26,8 +26,8 @@ from foreword.models.layer_builder import LayerBuilder
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
-NUM_TAPS = 3
-TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+NUM_AUX_LAYERS = 3
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Of the layer: in the original's files, in those of speculators, and in GGUF files by our names
 LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # model types of the layer: all are built as Llama's
@@ -49,10 +49,10 @@ class Eagle3Config:
     layer: DecoderConfig
     draft_vocab_size: int
     target_hidden_size: int
-    taps: tuple[int, ...] | None = None  # as in Head; None: chosen by the target's number of layers
+    aux_layers: tuple[int, ...] | None = None  # as in Head; None: chosen by the target's number of layers
     norm_before_residual: bool = False  # the residual is the normalized hidden state
-    norm_before_fc: bool = False  # one norm over all taps together
-    fc_norm: bool = False  # a norm for each tap
+    norm_before_fc: bool = False  # one norm over all layers together
+    fc_norm: bool = False  # a norm for each layer
     norm_output: bool = False  # the recycled hidden state is normalized (EAGLE-3.1)
 
     @classmethod
@@ -61,7 +61,7 @@ class Eagle3Config:
         section = config.get_section("transformer_layer_config")
         is_original = section is None
         head = config if section is None else config.without(UNUSED_KEYS)
-        taps = _read_taps(head)
+        aux_layers = _read_aux_layers(head)
         # speculators writes norm_before_residual; readers of its format take true where it is missing
         options = {"norm_before_residual": head.get_bool("norm_before_residual", not is_original)}
         options |= {name: head.get_bool(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
@@ -81,7 +81,7 @@ class Eagle3Config:
             replace(layer, takes_lora=False),
             draft_vocab_size or layer.vocab_size,
             target_hidden_size or layer.hidden_size,
-            taps,
+            aux_layers,
             **options,
         )
 
@@ -96,26 +96,30 @@ def _read_layer(config: ConfigReader) -> DecoderConfig:
     return layer
 
 
-def _read_taps(head: ConfigReader) -> tuple[int, ...] | None:
+def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
     """The layers that the config names, in `eagle_config` or outside of it."""
     eagle = head.get_section("eagle_config") or ConfigReader({}, f"{head.source}: eagle_config")
     for name, value in EAGLE_CONFIG_VALUES.items():
         eagle.require_value(name, value)
-    named = eagle if TAPS_KEY in eagle else head
-    values: Any = named.get(TAPS_KEY, None)
+    named = eagle if AUX_LAYERS_KEY in eagle else head
+    values: Any = named.get(AUX_LAYERS_KEY, None)
     eagle.check_all_read()
     if not values:
         return None
-    if not isinstance(values, list) or len(values) != NUM_TAPS or not all(type(x) is int for x in values):
-        raise named.error(TAPS_KEY, f"must be a list of {NUM_TAPS} layers, got {values!r:.60}")
+    if (
+        not isinstance(values, list)
+        or len(values) != NUM_AUX_LAYERS
+        or not all(type(x) is int for x in values)
+    ):
+        raise named.error(AUX_LAYERS_KEY, f"must be a list of {NUM_AUX_LAYERS} layers, got {values!r:.60}")
     return tuple(values)
 
 
 class Eagle3:
-    """See Head. x [T, H] becomes fc(taps) [T, h], and a pair [T, 2h] with the embedding of a token."""
+    """See Head. fc(aux_hidden_states) [T, h] and the embedding of a token become a pair [T, 2h]."""
 
     method = "eagle3"
-    is_anchored = False
+    has_fixed_position = False
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class Eagle3:
 
         Raises CheckpointError for a head that does not fit the target.
         """
-        self.taps = check_target(config, target.config)
+        self.aux_layers = check_target(config, target.config)
         self._config = config
         self._ops = ops
         self._device = device
@@ -174,11 +178,13 @@ class Eagle3:
         """Prepare for contexts of this length, whatever the head's own limit: positions are relative."""
         self._rope = Rope(self._config.layer.layer_types[0].rope, max_model_len, self._device)
 
-    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
         """See Head."""
         assert cache.kv is not None
         ops = self._ops
-        ops.write_hidden(self._fc(self._join(taps)), cache.hidden, batch.slots)
+        ops.write_hidden(self._fc(self._join(aux_hidden_states)), cache.hidden, batch.slots)
         if not self._reads_target_input:
             embeddings = self._embedding(batch.token_ids)
         pair, _ = self._pair(embeddings, batch, cache)
@@ -204,11 +210,12 @@ class Eagle3:
 
         return self._ops.compile(draft)
 
-    def _join(self, taps: Sequence[Tensor]) -> Tensor:
-        """[T, H] each -> [T, taps * H], the input of fc."""
-        if self._tap_norms:
-            taps = [norm(tap) for norm, tap in zip(self._tap_norms, taps, strict=True)]
-        joined = self._ops.concat(taps)
+    def _join(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
+        """[T, H] each -> [T, layers * H], the input of fc."""
+        if self._aux_norms:
+            pairs = zip(self._aux_norms, aux_hidden_states, strict=True)
+            aux_hidden_states = [norm(hidden) for norm, hidden in pairs]
+        joined = self._ops.concat(aux_hidden_states)
         return joined if self._fc_norm is None else self._fc_norm(joined)
 
     def _pair(self, embeddings: Tensor, batch: Batch, cache: HeadCache) -> tuple[Tensor, Tensor]:
@@ -230,10 +237,10 @@ class Eagle3:
     def _load_fc(self, precision: Precision, weights: Weights) -> Linear:
         """fc, and the norms before it."""
         config, size = self._config, self._config.target_hidden_size
-        joined = len(self.taps) * size
+        joined = len(self.aux_layers) * size
         self._fc_norm = self._load_norm(weights, "input_norm", joined) if config.norm_before_fc else None
-        names = [f"fc_norm.{index}" for index in range(len(self.taps))] if config.fc_norm else []
-        self._tap_norms = [self._load_norm(weights, name, size) for name in names]
+        names = [f"fc_norm.{index}" for index in range(len(self.aux_layers))] if config.fc_norm else []
+        self._aux_norms = [self._load_norm(weights, name, size) for name in names]
         outputs = {"fc": config.layer.hidden_size}
         return Linear(self._ops, load_linear(self._ops, weights, precision.linear_format, joined, outputs))
 
@@ -268,7 +275,7 @@ class Eagle3:
 
 
 def check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...]:
-    """The taps. Raises CheckpointError for a target of another shape."""
+    """The layers whose input the head reads. Raises CheckpointError for a target of another shape."""
     layer, num_layers = config.layer, len(target.layer_types)
     if config.target_hidden_size != target.hidden_size:
         sizes = f"{config.target_hidden_size}, this one has {target.hidden_size}"
@@ -278,10 +285,10 @@ def check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...]
         raise _misfit(f"is made for a model with {sizes}")
     if config.draft_vocab_size > layer.vocab_size:
         raise _misfit(f"has draft_vocab_size {config.draft_vocab_size}, its model {layer.vocab_size} tokens")
-    taps = config.taps or (2, num_layers // 2, num_layers - 3)
-    if not all(0 <= tap <= num_layers for tap in taps):
-        raise _misfit(f"reads layers {', '.join(map(str, taps))}, the model has {num_layers}")
-    return taps
+    aux_layers = config.aux_layers or (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= each <= num_layers for each in aux_layers):
+        raise _misfit(f"reads layers {', '.join(map(str, aux_layers))}, the model has {num_layers}")
+    return aux_layers
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> Tensor:

@@ -73,7 +73,7 @@ class Gemma4Assistant:
     """
 
     method = "mtp"
-    is_anchored = True
+    has_fixed_position = True
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Gemma4Assistant:
         self._ops = ops
         self._target = target
         self._device = device
-        self.taps: tuple[int, ...] = (len(target.config.layer_types),)
+        self.aux_layers: tuple[int, ...] = (len(target.config.layer_types),)
         before, hidden = weights.num_parameters, layers.hidden_size
         body, linear_format = weights.prefixed("model."), precision.linear_format
         adapters = LoraLayers(None, precision.dtype, device)
@@ -130,9 +130,11 @@ class Gemma4Assistant:
         ropes = dict.fromkeys(layer_type.rope for layer_type in self._config.layer_types)
         self._ropes = {rope: Rope(rope, max_model_len + 1, self._device) for rope in ropes}
 
-    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
         """See Head."""
-        self._ops.write_hidden(self._target.norm(taps[0]), cache.hidden, batch.slots)
+        self._ops.write_hidden(self._target.norm(aux_hidden_states[0]), cache.hidden, batch.slots)
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """See Head."""

@@ -31,7 +31,7 @@ class MTP:
     """
 
     method = "mtp"
-    is_anchored = False
+    has_fixed_position = False
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class MTP:
         """draft_vocab_size: only ids below are drafted; 0: all"""
         config, before = one_layer(target.config), weights.num_parameters
         body, size = weights.prefixed(names.prefix), config.hidden_size
-        self.taps: tuple[int, ...] = (len(target.config.layer_types),)
+        self.aux_layers: tuple[int, ...] = (len(target.config.layer_types),)
         self._ops = ops
         self._target = target
         self._layer_type = config.layer_types[0]
@@ -86,10 +86,12 @@ class MTP:
     def set_max_model_len(self, max_model_len: int) -> None:
         """The target's tables of angles are used."""
 
-    def commit(self, batch: Batch, embeddings: Tensor, taps: Sequence[Tensor], cache: HeadCache) -> None:
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
         """See Head."""
         assert cache.kv is not None
-        self._ops.write_hidden(self._target.norm(taps[0]), cache.hidden, batch.slots)
+        self._ops.write_hidden(self._target.norm(aux_hidden_states[0]), cache.hidden, batch.slots)
         self._layer.write_kv(self._join(embeddings, batch, cache), self._context(batch), cache.kv)
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:

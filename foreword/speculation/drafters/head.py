@@ -55,7 +55,7 @@ class HeadDrafter:
         self._first_scratch_block = kv.num_blocks + 1
         self._strip_size = num_strip_blocks(max_draft_len, kv.block_size)
         self._max_draft_len = max_draft_len
-        self._is_anchored = head.is_anchored
+        self._has_fixed_position = head.has_fixed_position
 
     def start(self, state: RequestState) -> None:
         pass
@@ -139,7 +139,7 @@ class HeadDrafter:
             max_tokens=min(request.max_draft_tokens, self._max_draft_len),
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_sampling_params(state.request, self._vocab_size),
-            fixed_position=request.num_tokens - 2 if self._is_anchored else None,
+            fixed_position=request.num_tokens - 2 if self._has_fixed_position else None,
             mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,
         )
 

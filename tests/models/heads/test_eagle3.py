@@ -26,7 +26,7 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.heads import (
-    TAPS,
+    AUX_LAYERS,
     ReferenceHead,
     add_vocab,
     head_config,
@@ -48,7 +48,7 @@ SPECULATORS = {
     "embed_requires_grad": False,
     "target_hidden_size": None,
     "tie_word_embeddings": False,
-    "eagle_aux_hidden_state_layer_ids": list(TAPS),
+    "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
     "torch_dtype": "float32",
 }
 
@@ -78,7 +78,7 @@ LAYOUTS = {
         speculators=True, own_embedding=True, options=(("norm_before_residual", False), ("qk_norm", True))
     ),
     "speculators, norm before fc": Layout(speculators=True, options=(("norm_before_fc", True),)),
-    "speculators, norm of each tap": Layout(
+    "speculators, norm of each layer": Layout(
         speculators=True, options=(("fc_norm", True), ("norm_output", True))
     ),
 }
@@ -197,12 +197,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return make_bed(tmp_path_factory.mktemp("original"), LAYOUTS["original"])
 
 
-def taps_of(model: Path) -> Tensor:
-    """[L, taps, H] of TEXT, by transformers."""
+def aux_hidden_states_of(model: Path) -> Tensor:
+    """[L, layers, H] of TEXT, by transformers."""
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
         states = target(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    return torch.stack([states[tap][0] for tap in TAPS[:2]] + [last_output(target)], 1)
+    return torch.stack([states[each][0] for each in AUX_LAYERS[:2]] + [last_output(target)], 1)
 
 
 def last_output(target: Any) -> Tensor:
@@ -218,7 +218,7 @@ def last_output(target: Any) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chains_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> None:
     runner = Runner(bed, make_ops(backend))
-    hidden = bed.reference.fuse(taps_of(bed.model))
+    hidden = bed.reference.fuse(aux_hidden_states_of(bed.model))
     done = 0
     for length in (2, 3, 8, 9, 33, len(TEXT)):
         runner.commit(done, length - 1)  # over slots of the draft before
@@ -295,7 +295,7 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "size of d2t": ({}, {"d2t": lambda x: x[:-1].clone()}, "`d2t` is \\[89\\], not \\[90\\]"),
     "ids in d2t": ({}, {"d2t": lambda x: x + 200}, "outside of the model's vocabulary of 272"),
     "same ids in d2t": ({}, {"d2t": lambda x: x * 0 - torch.arange(90)}, "two of its tokens"),
-    "number of taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
+    "number of layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
     "option": ({"parallel_drafting": True}, {}, "`parallel_drafting` = true is not supported"),
     "layers of the head": ({"num_hidden_layers": 2}, {}, "one layer"),
     "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, qwen2, qwen3"),

@@ -17,7 +17,13 @@ from foreword.engine.engine import Engine
 from foreword.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of, verified_drafts
-from tests.support.heads import ReferenceHead, head_config, record_taps, train_head, write_random_head
+from tests.support.heads import (
+    ReferenceHead,
+    head_config,
+    record_aux_hidden_states,
+    train_head,
+    write_random_head,
+)
 
 DRAFT_LEN = 3
 NUM_TOKENS = 40
@@ -58,7 +64,7 @@ def expected_drafts(trained: Trained, text: Sequence[int], num_prompt: int, shif
     config, tensors = head_config(trained.model), load_file(trained.head / "model.safetensors")
     embedding = load_file(trained.model / "model.safetensors")["model.embed_tokens.weight"]
     reference = ReferenceHead(config, tensors, embedding, tensors["lm_head.weight"])
-    hidden = shifted(reference.fuse(record_taps(trained.model, [text])[0]), shift)
+    hidden = shifted(reference.fuse(record_aux_hidden_states(trained.model, [text])[0]), shift)
     drafts, length = [], num_prompt + 1
     while (count := min(DRAFT_LEN, len(text) - length - 1)) > 0:
         chain = reference.chain(hidden[: length - 1], text[:length], count)

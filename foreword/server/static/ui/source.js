@@ -5,7 +5,9 @@ import { h } from "./dom.js";
 /** Drafters in the order of the legend; those of plug-ins share the last style. */
 export const DRAFTERS = ["suffix", "draft", "prediction", "grammar", "ngram", "replay", "text"];
 
-export const styleOf = drafter => DRAFTERS.includes(drafter) ? drafter : "other";
+const HEADS = ["eagle3", "mtp"]; // run instead of a draft model, in its style
+
+export const styleOf = drafter => HEADS.includes(drafter) ? "draft" : DRAFTERS.includes(drafter) ? drafter : "other";
 
 /** A text that grows by tokens. `pieces` are [text, drafter or "", confidence or null], as kept and exported. */
 export class Source {
