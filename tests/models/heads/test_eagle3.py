@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from foreword.core.batch import Chunk, build_batch
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
@@ -25,6 +24,7 @@ from foreword.models.heads.head_loader import load_head, read_head_info
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.heads import (
     AUX_LAYERS,
     ReferenceHead,
@@ -38,7 +38,7 @@ from tests.support.heads import (
 BLOCK_SIZE = 8
 DRAFT = 4
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
-BACKENDS = ("reference", *supported_isas())
+BACKENDS = ("reference", *isas_under_test())
 SPECULATORS = {
     "architectures": ["Eagle3DraftModel"],
     "speculators_model_type": "eagle3",
@@ -256,7 +256,7 @@ def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: 
         assert all(map(torch.equal, chain, chains[0]))
 
 
-@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_passes_one_by_one(original: Bed, isa: str) -> None:
     """The last block of the text is followed by scratch blocks."""
     runner = Runner(original, CpuOps(isa))

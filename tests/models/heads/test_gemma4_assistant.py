@@ -16,7 +16,6 @@ from foreword import LLM, SamplingParams
 from foreword.core.batch import Chunk, build_batch
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
@@ -24,12 +23,13 @@ from foreword.models.heads.head_loader import load_head, read_head_info
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from tests.support.checkpoints import change_tensors, write_checkpoint
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.gemma4_checkpoints import FULL, SLIDING
 
 BLOCK_SIZE = 8
 DRAFT = 4
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(60)]  # longer than the window of 24
-BACKENDS = ("reference", *supported_isas())
+BACKENDS = ("reference", *isas_under_test())
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared": ({}, {}),
     "values are keys": (
@@ -164,7 +164,7 @@ def test_chains_of_a_whole_text_equal_transformers(bed: Bed, backend: str) -> No
             torch.testing.assert_close(row, expected, rtol=2e-3, atol=2e-3, msg=f"{length}, {step}")
 
 
-@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_passes_one_by_one(bed: Bed, isa: str) -> None:
     runner = Runner(bed, CpuOps(isa))
     draft = runner.draft

@@ -15,7 +15,6 @@ from foreword.core.batch import Chunk, build_batch
 from foreword.core.states import StateSizes
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
@@ -24,6 +23,7 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.weights.trained_heads import brings_mtp_head
 from tests.support.checkpoints import change_tensors, write_checkpoint
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.gguf_files import write_gguf
 from tests.support.mtp_checkpoints import (
     MTP_FAMILIES,
@@ -37,7 +37,7 @@ from tests.support.quantized_checkpoints import write_quantized
 BLOCK_SIZE = 8
 DRAFT = 4
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(50)]
-BACKENDS = ("reference", *supported_isas())
+BACKENDS = ("reference", *isas_under_test())
 
 
 class Runner:
