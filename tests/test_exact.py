@@ -357,6 +357,8 @@ def check_acceptance(combination: dict[str, Any], accepted: float) -> None:
         assert accepted == 0.0
     elif combination["speculate"] == "text":
         assert accepted < 1.0, "random models repeat few texts, some of them none"
+    elif combination["speculate"] == "eagle3":
+        assert 0.0 < accepted <= 1.0, "a head that has learned the plain answers"
     elif combination["speculate"] != "off":
         assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
 

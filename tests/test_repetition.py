@@ -12,14 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
-from foreword.config.drafters import DRAFTERS
 from foreword.core.finish import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.outputs import TokenEvent
 from foreword.outputs import CompletionOutput
 from foreword.tokenizer.input_processor import make_requests
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
-from tests.support.feature_matrix import DRAFTER_COLUMNS, REPETITION
+from tests.support.feature_matrix import MODEL_COLUMNS, MODEL_DRAFTERS, REPETITION
 from tests.test_exact import fingerprint
 from tests.test_feature_matrix import prompts, speculated
 
@@ -62,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     recording.write_text("".join(recorded(known)))
     drafting = LLM(
         str(model),
-        speculate=",".join(DRAFTERS),
+        speculate=",".join(MODEL_DRAFTERS),
         draft_model=str(drafter),
         draft_length="fixed",
         num_speculative_tokens=7,
@@ -97,11 +96,11 @@ def counted(llm: LLM, name: str, **labels: str) -> float:
 @pytest.mark.parametrize("feature", REPETITION)
 def test_repetition_is_exact_with_every_drafter(engines: Engines, feature: str) -> None:
     expected = engines.known[feature]
-    found = engines.ask(REPETITION[feature], *DRAFTER_COLUMNS)
-    assert list(map(fingerprint, found)) == list(map(fingerprint, expected)) * len(DRAFTER_COLUMNS)
+    found = engines.ask(REPETITION[feature], *MODEL_COLUMNS)
+    assert list(map(fingerprint, found)) == list(map(fingerprint, expected)) * len(MODEL_COLUMNS)
     patterns = [output.metrics and output.metrics.repeating_tokens for output in found]
     plain = [output.metrics and output.metrics.repeating_tokens for output in expected]
-    assert patterns == plain * len(DRAFTER_COLUMNS)
+    assert patterns == plain * len(MODEL_COLUMNS)
     assert all(patterns), "every answer repeats itself"
 
 

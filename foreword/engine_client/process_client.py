@@ -230,13 +230,13 @@ class ProcessClient:
             self._load_progress = message
             if self._on_progress is not None and self.info is None:
                 self._on_progress(message.stage, message.done, message.total)
-        elif isinstance(message, SendFailed):
-            session.on_send_failed(message)
         elif self._ready is not None and not self._ready.done():
             if isinstance(message, EngineReady):
                 self._ready.set_result(message)
-            else:
+            else:  # of the engine, or of the vocabulary that it waits for
                 self._ready.set_exception(message.error)
+        elif isinstance(message, SendFailed):
+            session.on_send_failed(message)
 
     # Start
 

@@ -29,7 +29,7 @@ def local(tiny: Path) -> LocalBackend:
 def test_name_and_speculation_line(local: LocalBackend) -> None:
     assert local.name == "tiny"
     assert str(local.speculation).startswith(
-        "speculation: grammar, prediction, suffix; as much as pays, at most 32"
+        "speculation: grammar, prediction, suffix, text; as much as pays, at most 32"
     )
 
 

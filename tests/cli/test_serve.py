@@ -112,7 +112,7 @@ def test_sigterm_exits_with_0_and_ends_the_engine(tiny: Path) -> None:
     with ServerProcess(Config(model=str(tiny))) as server:
         engine = engine_pid(server)
         assert any(
-            line.startswith("speculation: grammar, prediction, suffix; as much as pays")
+            line.startswith("speculation: grammar, prediction, suffix, text; as much as pays")
             for line in server.banner_lines
         )
         assert server.stop() == 0
@@ -180,7 +180,7 @@ def test_conversation_is_read_from_disk_after_a_restart(tiny: Path, tmp_path: Pa
     first, other, again = replies
     assert first["choices"] == again["choices"] == other["choices"]
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
-    assert cached[:2] == [0, 0] and cached[2] > 0.8 * first["usage"]["prompt_tokens"]
+    assert cached[:2] == [0, 0] and cached[2] > 0, "a read ends where computing is faster"
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ def test_step_synchronizes_once(samples: bool, monkeypatch: pytest.MonkeyPatch) 
         return torch.zeros(len(batch.sample_rows), VOCAB_SIZE, device="cuda")
 
     model: Any = SimpleNamespace(
+        head=None,
         vocab_size=VOCAB_SIZE,
         uses_mrope=False,
         has_states=False,

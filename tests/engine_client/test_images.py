@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from foreword.checkpoint import read_tokenizer
 from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
 from foreword.core.outputs import ErrorEvent
@@ -44,7 +45,7 @@ async def client(checkpoint: Path, fork_server: ForkServer) -> AsyncIterator[Eng
     client = make_engine_client(
         config,
         (IMAGE_TOKEN_ID,),
-        lambda: None,  # type: ignore[arg-type, return-value]
+        read_tokenizer(checkpoint)[0].engine_vocabulary,
         fork_server=fork_server,
     )
     await client.start()

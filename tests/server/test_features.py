@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config
 from foreword.core.structured_output import StructuredOutput
 from tests.server.conftest import MODEL, RunningServer, run_engine
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
-from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, HTTP
+from tests.support.feature_matrix import FEATURES, HTTP, MODEL_COLUMNS, MODEL_DRAFTERS
 
 PROMPT = "the thing on the an in the thing on the "
 CONSTRAINTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
@@ -32,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     recording.write_text(json.dumps({"prompt_token_ids": [5], "seed": 1, "token_ids": [6, 7]}) + "\n")
     config = Config(
         model=str(model),
-        speculate=",".join(DRAFTERS),
+        speculate=",".join(MODEL_DRAFTERS),
         draft_model=str(drafter),
         draft_length="fixed",
         replay_file=str(recording),
@@ -131,7 +130,7 @@ def test_stream_and_speculation_change_no_answer(server: RunningServer, feature:
     assert without_prediction(ask(server, body, stream=True, speculation=OFF)) == plain
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
+@pytest.mark.parametrize("drafter", MODEL_COLUMNS if is_full() else ("auto",))
 @pytest.mark.parametrize("feature", HTTP)
 def test_feature_cell(server: RunningServer, feature: str, drafter: str) -> None:
     body = {"prediction": {"type": "content", "content": "the an thing on"}, **HTTP[feature]}

@@ -12,12 +12,15 @@ from typing import Any
 
 from foreword import StructuredOutput
 from foreword.chat_formats.tools import ReasoningOptions
-from foreword.config.drafters import DRAFTERS
+from foreword.config.drafters import DRAFTERS, HEAD_DRAFTERS
 from tests.support.tool_checkpoint import WEATHER, call_bias, reasoning_bias
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 # mtp is the drafter of eagle3 with another head: tests/test_exact_mtp.py
 DRAFTER_COLUMNS = (*(name for name in DRAFTERS if name != "mtp"), "auto")
+# Those of an engine with a draft model, which excludes a trained head
+MODEL_DRAFTERS = tuple(name for name in DRAFTERS if name not in HEAD_DRAFTERS)
+MODEL_COLUMNS = (*MODEL_DRAFTERS, "auto")
 
 SCHEMA = {
     "type": "object",

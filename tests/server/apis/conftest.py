@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_engine, run_server
 from tests.support.fakes import FakeOutput, byte_tokenizer
+from tests.support.feature_matrix import MODEL_DRAFTERS
 from tests.support.tool_checkpoint import chat_template, write_tool_checkpoint
 
 
@@ -39,7 +39,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     config = Config(
         model=str(write_tool_checkpoint(folder / "model", **sizes)),
         draft_model=str(write_tool_checkpoint(folder / "drafter", dtype="bfloat16", **sizes)),
-        speculate=",".join(DRAFTERS),
+        speculate=",".join(MODEL_DRAFTERS),
         draft_length="fixed",
         replay_file=str(recording),
         kv_cache_memory="60000tokens",

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tests.server.conftest import MODEL, RunningServer
 from tests.support.budget import is_full
 from tests.support.checkpoints import EOS
-from tests.support.feature_matrix import CONVERSATIONS, DRAFTER_COLUMNS
+from tests.support.feature_matrix import CONVERSATIONS, MODEL_COLUMNS
 from tests.support.tool_checkpoint import END_OF_TURN, WEATHER, call_bias, marker_id
 from tests.support.wires import WIRES, Answer, Question
 
@@ -48,7 +48,7 @@ def text_of(chunks: Any) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
+@pytest.mark.parametrize("drafter", MODEL_COLUMNS if is_full() else ("auto",))
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_events_do_not_depend_on_speculation(
