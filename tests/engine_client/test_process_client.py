@@ -96,6 +96,19 @@ async def test_answers_survive_killed_engines(
     assert caplog.text.count("signal 9") == times
 
 
+async def test_a_vocabulary_that_fails_fails_the_start(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The engine waits for it where a drafter writes text."""
+    client = make_client(write_checkpoint(tmp_path / "model"), fork_server, speculate="text")
+
+    def fail() -> Vocabulary:
+        raise ValueError("no vocabulary")
+
+    process_of(client)._vocabulary = fail
+    with pytest.raises(ValueError, match="no vocabulary"):
+        await client.start()
+    await client.close()
+
+
 KEPT_FAMILIES = ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))
 
 
