@@ -295,7 +295,7 @@ class Config:
     )
     mtp_vocab_size: int = speculation_option(
         32768,
-        "an MTP head drafts ids below this, which are the most frequent in most vocabularies; 0: all",
+        "an MTP head drafts ids below this, the earliest merges of most vocabularies; 0: all",
         limits=(0, 2**31 - 1),
     )
     draft_length: str = speculation_option(

@@ -14,8 +14,9 @@ from foreword.config.units import parse_bytes
 from foreword.core.states import SEGMENT
 from foreword.engine.engine import Engine
 from foreword.errors import ConfigError
-from foreword.kv_cache.block_files import DIGEST_BYTES, BlockFiles
+from foreword.kv_cache.block_files import BlockFiles
 from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
+from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.surviving_index import SurvivingIndex
 from foreword.models.model_loader import weight_files

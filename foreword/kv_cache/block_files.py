@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from foreword.errors import ConfigError
+from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 
 MAGIC: Final = b"fwkv\x00\x00\x00\x01"  # the last byte is the version of the format
-DIGEST_BYTES: Final = 16
 HEADER: Final = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sQ{DIGEST_BYTES}s")
 CHECKSUM_PERSON: Final = b"kv image"
 TEMPORARY: Final = ".tmp"

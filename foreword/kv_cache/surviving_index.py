@@ -12,9 +12,9 @@ from hashlib import blake2b
 from typing import Final
 
 from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 from foreword.utils.mapped_memory import MemoryFile
 
-DIGEST_BYTES: Final = 16
 CHECK_BYTES: Final = 8
 ENTRY_BYTES: Final = DIGEST_BYTES + CHECK_BYTES
 NO_CHECK: Final = bytes(CHECK_BYTES)

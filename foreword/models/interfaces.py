@@ -54,12 +54,8 @@ class Head(Protocol):
     method: str  # name of its drafter
     info: ModelInfo
     cache_shape: HeadShape
-    aux_layers: tuple[
-        int, ...
-    ]  # layers whose input it reads; the number of layers means the last one's output
-    has_fixed_position: (
-        bool  # rows of a draft see the target's tokens alone, all from the position of the last one
-    )
+    aux_layers: tuple[int, ...]  # read at their input; the number of layers: output of the last one
+    has_fixed_position: bool  # draft rows see the target's tokens alone, from the position of the last one
 
     @property
     def uses_mrope(self) -> bool:

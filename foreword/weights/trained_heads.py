@@ -40,8 +40,8 @@ MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
 class MTPNames:
     """Names of the tensors of an MTP head in a checkpoint."""
 
-    prefix: str  # of all
-    joint: str  # the projection of a pair: embedding, hidden state
+    prefix: str  # all tensors
+    fc: str  # projection of a token's embedding and the hidden state before it
     embedding_norm: str
     hidden_norm: str
     layer: str  # prefix of the layer
@@ -63,7 +63,7 @@ class MTPNames:
     @property
     def needed(self) -> set[str]:
         """Some tensors of a head, without which it is not used: quantizers have left out parts."""
-        names = (self.joint, self.embedding_norm, self.hidden_norm, self.norm)
+        names = (self.fc, self.embedding_norm, self.hidden_norm, self.norm)
         return {f"{self.prefix}{name}.weight" for name in (*names, f"{self.layer}input_layernorm")}
 
 

@@ -27,7 +27,7 @@ class MTPNames:
     def __init__(self, family: str, num_layers: int) -> None:
         is_qwen = family in QWEN_FAMILIES
         self.prefix = "mtp." if is_qwen else f"model.layers.{num_layers}."
-        self.joint = self.prefix + ("fc" if is_qwen else "eh_proj")
+        self.fc = self.prefix + ("fc" if is_qwen else "eh_proj")
         self.embedding_norm = self.prefix + ("pre_fc_norm_embedding" if is_qwen else "enorm")
         self.hidden_norm = self.prefix + ("pre_fc_norm_hidden" if is_qwen else "hnorm")
         self.norm = self.prefix + ("norm" if is_qwen else "shared_head.norm")
@@ -46,7 +46,7 @@ def write_mtp_checkpoint(path: Path, family: str, seed: int = 0, **overrides: An
         for name, value in stored.items()
         if name.startswith(source)
     }
-    shapes[f"{names.joint}.weight"] = torch.Size((size, 2 * size))
+    shapes[f"{names.fc}.weight"] = torch.Size((size, 2 * size))
     for norm in (names.embedding_norm, names.hidden_norm, names.norm):
         shapes[f"{norm}.weight"] = torch.Size((size,))
     generator = torch.Generator().manual_seed(seed + 77)
@@ -92,7 +92,7 @@ class ReferenceMTP:
         names, count = self.names, len(ids)
         embeddings = self.tensors["model.embed_tokens.weight"][torch.tensor(ids)]
         normed = self._norm(names.embedding_norm, embeddings), self._norm(names.hidden_norm, hidden)
-        x = (torch.cat(normed, -1) @ self.tensors[f"{names.joint}.weight"].T)[None]
+        x = (torch.cat(normed, -1) @ self.tensors[f"{names.fc}.weight"].T)[None]
         positions = torch.arange(count)[None]
         mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
         rotation = self._decoder.rotary_emb(x, positions)
@@ -123,9 +123,7 @@ def train_mtp(path: Path, scratch: Path, texts: Sequence[Sequence[int]], steps: 
     """Train a checkpoint's head, all but its layer, to predict the tokens of texts."""
     reference = ReferenceMTP(path, scratch)
     names = reference.names
-    trained = [
-        f"{name}.weight" for name in (names.joint, names.embedding_norm, names.hidden_norm, names.norm)
-    ]
+    trained = [f"{name}.weight" for name in (names.fc, names.embedding_norm, names.hidden_norm, names.norm)]
     for name in trained:
         reference.tensors[name].requires_grad_()
     optimizer = torch.optim.Adam([reference.tensors[name] for name in trained], lr=0.01)

@@ -26,8 +26,8 @@ from foreword.weights.trained_heads import MTPNames
 class MTP:
     """See Head. It reads the target's hidden states behind the last norm, and recycles its own likewise.
 
-    Both come from measurements of others: before the norms, less is accepted. The embedding and the output
-    layer are the target's; copies of them in the files are not read.
+    Others measured that less is accepted before the norms (docs/architecture.md). The embedding and the
+    output layer are the target's; copies of them in the files are not read.
     """
 
     method = "mtp"
@@ -52,8 +52,8 @@ class MTP:
         self._layer_type = config.layer_types[0]
         self._embedding_norm = build_norm(ops, config, body, names.embedding_norm)
         self._hidden_norm = build_norm(ops, config, body, names.hidden_norm)
-        joint = load_linear(ops, body, precision.linear_format, 2 * size, {names.joint: size})
-        self._joint = Linear(ops, joint)
+        fc = load_linear(ops, body, precision.linear_format, 2 * size, {names.fc: size})
+        self._fc = Linear(ops, fc)
         adapters = LoraLayers(None, precision.dtype, device)
         layer = target.build_layer(
             LayerBuilder(ops, config, precision, 0, body.prefixed(names.layer), adapters, size)
@@ -117,7 +117,7 @@ class MTP:
         assert batch.prev_slots is not None, "a batch without prev_slots"
         hidden = self._ops.read_hidden(cache.hidden, batch.prev_slots)
         pair = self._ops.concat((self._embedding_norm(embeddings), self._hidden_norm(hidden)))
-        return self._joint(pair)
+        return self._fc(pair)
 
     def _context(self, batch: Batch) -> ForwardContext:
         metadata = self._ops.build_attention_metadata(batch, self._layer_type.window, 1)

@@ -193,7 +193,7 @@ def test_head_is_found_by_its_tensors(tmp_path: Path) -> None:
         for name, value in load_file(path / "model.safetensors").items()
         if name.startswith(names.prefix)
     )
-    change_tensors(path, **{f"{names.joint}.weight": None})  # a quantizer left it out
+    change_tensors(path, **{f"{names.fc}.weight": None})  # a quantizer left it out
     assert not brings_mtp_head(path)
     (part,) = read_model_info(path).unused_parts
     assert part.startswith("the MTP head, which drafts, is not used")
