@@ -13,6 +13,10 @@ request waits until its first byte.
 Checked: every request is answered, answers are equal, the memory of all engines (PSS, sampled from outside)
 stays below the limit, and no model is unloaded while it has open requests.
 
+With --kv-cache-dir conversations return instead: random weights of --shape under all names, and each client
+has a conversation of --tokens tokens with each model, asks the models in a random order, and one more turn of
+64 tokens each time. The arms are a server with a directory of KV blocks ("disk") and one without ("none").
+
 Prints a table and one JSON line. Exit code 1 if one of these does not hold.
 """
 
@@ -36,6 +40,7 @@ from typing import Any
 import httpx
 
 from benchmarks.script import print_json, run_script
+from foreword.bench.agent.checkpoint import AGENT_SHAPES, write_checkpoint
 from foreword.bench.server import ServerProcess
 from foreword.bench.statistics import percentile
 from foreword.bench.tables import print_table
@@ -47,10 +52,12 @@ from foreword.fleet.memory import plan_fleet, resident_bytes
 
 SAMPLE_S = 0.2  # between samples of memory and of the models' states
 ARMS = ("collation", "none")
+KV_ARMS = ("none", "disk")
 POPULAR, SHARE = 3, 0.5  # models that are drawn so often
 MAX_TURNS = 16  # requests of a client to one model in a row
 SEEDS = 4  # different requests of a kind
 OPTIONS = "{threads: 2, kv_cache_memory: 4000tokens, max_model_len: 512, max_num_seqs: 16}"
+TURN_TOKENS, MAX_RETURNS = 64, 8  # of a conversation, which then begins anew
 KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("/v1/chat/completions", {"stream": True, "max_tokens": 96}),
     ("/v1/chat/completions", {"max_tokens": 32, "temperature": 0.7}),
@@ -66,6 +73,7 @@ class ArmFindings:
 
     seconds: float = 0.0
     waits_s: list[float] = field(default_factory=list)  # until the first byte of each answer
+    returns_s: list[float] = field(default_factory=list)  # until the first token, of returning conversations
     errors: Counter[str] = field(default_factory=Counter)
     different: int = 0  # answers that are not those of the same request before
     loads: int = 0
@@ -109,6 +117,46 @@ class Traffic:
                 findings.different += 1
         except httpx.HTTPError as error:
             findings.errors[repr(error)] += 1
+
+
+class Conversations(Traffic):
+    """Each client returns to its conversation with each model."""
+
+    def __init__(self, *args: Any, num_tokens: int) -> None:
+        super().__init__(*args)
+        self._num_tokens = num_tokens
+        self._visits: Counter[tuple[int, str]] = Counter()
+
+    async def return_to(self, client: int, name: str, findings: ArmFindings) -> None:
+        visit = self._visits[client, name]
+        self._visits[client, name] += 1
+        number, turn = divmod(visit, MAX_RETURNS)
+        tokens = Random(f"{client} {name} {number}")
+        length = self._num_tokens + turn * TURN_TOKENS
+        prompt = [tokens.randrange(10, 250) for _ in range(length)]
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
+        await self._send("/v1/completions", body, (client, name, visit), findings, visit > 0)
+
+    async def _send(
+        self, path: str, body: dict[str, Any], key: Any, findings: ArmFindings, is_return: bool
+    ) -> None:
+        started_s, first_s, lines = time.monotonic(), 0.0, list[str]()
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        first_s = first_s or time.monotonic() - started_s
+                        lines.append(line)
+        except httpx.HTTPError as error:
+            findings.errors[repr(error)] += 1
+            return
+        if response.status_code != 200 or not lines or lines[-1] != "data: [DONE]":
+            findings.errors[f"{response.status_code} {lines[-1:]}"] += 1
+            return
+        (findings.returns_s if is_return else findings.waits_s).append(first_s)
+        texts = [json.loads(line[6:])["choices"] for line in lines[:-1]]
+        answer = "".join(choices[0]["text"] for choices in texts if choices)
+        findings.different += self._answers.setdefault(key, answer) != answer
 
 
 def _answer_of(path: str, text: str, is_stream: bool) -> str | None:
@@ -155,9 +203,14 @@ async def _run_round(
     limits = httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         traffic, started_s = Traffic(http, names, answers), time.monotonic()
+        talks = Conversations(http, names, answers, num_tokens=args.tokens)
         end_s = started_s + args.minutes * 60 / (len(ARMS) * args.rounds)
 
-        async def work(random: Random) -> None:
+        async def work(random: Random, client: int) -> None:
+            while args.kv_cache_dir and time.monotonic() < end_s:
+                for name in random.sample(names, len(names)):
+                    if time.monotonic() < end_s:
+                        await talks.return_to(client, name, findings)
             while time.monotonic() < end_s:
                 name = traffic.draw_model(random)
                 for _ in range(random.randint(1, MAX_TURNS)):
@@ -165,7 +218,7 @@ async def _run_round(
                         await traffic.ask(name, random, findings)
 
         sampler = asyncio.create_task(_sample(server.pid, http, findings))
-        await asyncio.gather(*(work(Random(1000 * seed + client)) for client in range(args.clients)))
+        await asyncio.gather(*(work(Random(1000 * seed + each), each) for each in range(args.clients)))
         sampler.cancel()
         await asyncio.gather(sampler, return_exceptions=True)
         findings.seconds += time.monotonic() - started_s
@@ -176,21 +229,30 @@ async def _run_round(
 
 def main() -> int:
     args = _parse()
-    found, answers = {arm: ArmFindings() for arm in ARMS}, dict[Any, str]()
+    arms = KV_ARMS if args.kv_cache_dir else ARMS
+    found, answers = {arm: ArmFindings() for arm in arms}, dict[Any, str]()
     with (
         tempfile.TemporaryDirectory() as folder,
         loading_bar(f"{args.models} models for {args.minutes:g} minutes"),
     ):
         file = Path(folder) / "models.yaml"
-        models = "".join(f"  m{index}: {{model: demo}}\n" for index in range(args.models))
-        file.write_text(f"defaults: {OPTIONS}\nmodels:\n{models}")
+        model, options = "demo", OPTIONS
+        if args.kv_cache_dir:
+            model = str(write_checkpoint(Path(folder) / "model", ["a"], AGENT_SHAPES[args.shape]))
+            length = args.tokens + (MAX_RETURNS + 1) * TURN_TOKENS
+            limits = f"kv_cache_memory: {2 * length}tokens, max_model_len: {length}"
+            options = f"{{threads: 2, {limits}, speculate: 'off'}}"
+        models = "".join(f"  m{index}: {{model: {model}}}\n" for index in range(args.models))
+        file.write_text(f"defaults: {options}\nmodels:\n{models}")
         with ForkServer() as fork_server:
             plan = asyncio.run(plan_fleet(read_models(Config(models=str(file))), fork_server))
         limit = args.room * plan.plans[0].num_bytes
-        order = list(ARMS) * args.rounds
+        order = list(arms) * args.rounds
         for seed, arm in enumerate(order if args.rounds % 2 else order[::-1]):
-            wait_s = args.swap_wait if arm == "collation" else 0.0
+            wait_s = 0.0 if arm == "none" and not args.kv_cache_dir else args.swap_wait
             flags = ["--models", str(file), "--memory-limit", f"{limit}B", "--max-swap-wait", str(wait_s)]
+            if arm == "disk":
+                flags += ["--kv-cache-dir", str(Path(folder) / f"kv-{seed}")]
             with ServerProcess(Config(), [*flags, "--log-level", "error"]) as server:
                 asyncio.run(_run_round(server, args, found[arm], answers, seed))
                 errors = server.read_log() if found[arm].errors else []
@@ -208,6 +270,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", type=int, default=10, metavar="N")
     parser.add_argument("--room", type=int, default=3, metavar="N", help="models that fit in memory")
     parser.add_argument("--swap-wait", type=float, default=10.0, metavar="X", help="seconds of collation")
+    parser.add_argument(
+        "--kv-cache-dir", action="store_true", help="returning conversations, with and without"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1500, metavar="N", help="of a conversation that returns"
+    )
+    parser.add_argument("--shape", choices=tuple(AGENT_SHAPES), default="27m")
     return parser.parse_args()
 
 
@@ -245,16 +314,22 @@ def _report(args: argparse.Namespace, found: Mapping[str, ArmFindings], limit: i
 def _figures(findings: ArmFindings, limit: int) -> dict[str, Any]:
     waits = findings.waits_s
     return {
-        "answers": len(waits),
-        "answers_per_s": len(waits) / findings.seconds,
+        "answers": len(waits) + len(findings.returns_s),
+        "answers_per_s": (len(waits) + len(findings.returns_s)) / findings.seconds,
         "failed": sum(findings.errors.values()),
         "different": findings.different,
         "swaps": findings.loads,
-        "answers_per_swap": len(waits) / max(findings.loads, 1),
+        "answers_per_swap": (len(waits) + len(findings.returns_s)) / max(findings.loads, 1),
         "wait_p50_s": percentile(waits, 50),
         "wait_p99_s": percentile(waits, 99),
         "wait_mean_s": statistics.mean(waits) if waits else None,
         "wait_max_s": max(waits, default=None),
+        "returns": len(findings.returns_s),
+        **{
+            f"return_p{part}_s": percentile(findings.returns_s, part)
+            for part in (50, 90)
+            if findings.returns_s
+        },
         "peak_memory_share": findings.peak_bytes / limit,
         "most_loaded": findings.max_loaded,
         "open_but_unloaded": findings.broken_holds,

@@ -300,6 +300,19 @@ def test_another_head_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
     assert not figures[3][0] and figures[3][1] != drafts
 
 
+def test_another_head_with_the_same_names_and_times_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    request, hits = conversations(1)[0], []
+    for seed in (0, 0, 1):
+        head = write_random_head(tmp_path / "head", checkpoint, seed=seed)
+        for file in head.iterdir():
+            os.utime(file, (1, 1))
+        options = {**OPTIONS, "draft_model": str(head), "speculate": "eagle3", "num_speculative_tokens": 3}
+        engine = load_engine(checkpoint, **options, kv_cache_dir=str(tmp_path / "kv"))
+        answers_of(engine, [request])
+        hits.append(disk_stats(engine).hit_tokens)
+    assert hits[0] == hits[2] == 0 < hits[1]
+
+
 def test_another_salt_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
     request, options = conversations(1)[0], {**OPTIONS, "kv_cache_dir": str(tmp_path)}
     answers_of(load_engine(checkpoint, **options), [replace(request, cache_salt="one")])
@@ -309,6 +322,23 @@ def test_another_salt_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
     engine = load_engine(checkpoint, **options)
     answers_of(engine, [replace(request, cache_salt="one")])
     assert disk_stats(engine).hit_tokens
+
+
+def test_replicas_read_what_another_one_has_written(
+    checkpoint: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have the same files: for the router a prefix on disk is as near to each of them."""
+    monkeypatch.setattr(disk_tier, "REFRESH_S", 0.01)
+    requests, options = conversations(1), {**OPTIONS, "kv_cache_dir": str(tmp_path), "replicas": 2}
+    first, second = load_engine(checkpoint, **options), load_engine(checkpoint, **options)
+    assert answers_of(first, requests) == expected, "it is gone now"
+    written = {bytes.fromhex(path.name) for path in tmp_path.glob("model-*/blocks/*/*")}
+    assert second.prefix_loader is not None
+    wait_until(lambda: second.prefix_loader is not None and second.prefix_loader.blocks.on_disk >= written)
+    assert answers_of(second, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
+    num_prompt = sum(len(request.prompt_ids) for request in requests[-2:])
+    assert disk_stats(second).hit_tokens > 0.8 * num_prompt
+    assert len(list(tmp_path.glob("model-*"))) == 1
 
 
 def test_choices_of_a_prompt_read_it_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import re
+import shutil
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,7 +24,7 @@ from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
 from foreword.config.models_file import ModelEntry, ModelsConfig, read_models
 from foreword.config.options import Config
-from foreword.config.units import format_cpus, parse_cpus
+from foreword.config.units import format_cpus, parse_bytes, parse_cpus
 from foreword.engine.fingerprint import types_in_use
 from foreword.engine.loader import detect_hardware, make_plugins, read_drafter_info
 from foreword.engine_client.base import EngineCallbacks
@@ -31,10 +34,17 @@ from foreword.engine_client.replica_set import describe_difference
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet
 from foreword.kernels.registry import native_unavailable_reason
+from foreword.kv_cache.block_files import (
+    HEADER,
+    check_private,
+    folder_name,
+    namespace_folders,
+    stored_bytes,
+)
 from foreword.models.model_loader import check_weights, read_model_info
 from foreword.multimodal.processor_registry import read_processor
 from foreword.planning.fit_hints import fitting_options
-from foreword.planning.memory import ModelInfo, format_bytes
+from foreword.planning.memory import ModelInfo, disk_block, format_bytes
 from foreword.planning.memory_plan import MemoryPart, plan_memory
 from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, fits, resolve
@@ -46,6 +56,7 @@ from foreword.weights.trained_heads import head_method
 REPLICA_ANSWER_S = 5.0  # timeout of a server of --replica-urls
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
+SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 INDENT = " " * 7  # of lines below the first of a result
 MAX_LISTED_SETS = 8
 MAX_COMBINED = 12  # unpinned models of which all sets are tried
@@ -96,6 +107,10 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
         yield _check_drafter_size(config, target, drafter)
     if with_memory and config.replicas:
         yield from _check_memory(config, target, drafter)
+    if config.kv_cache_dir is not None and config.replicas:
+        yield from _check_disk(config, target, drafter)
+    if config.kv_cache_shared_memory and config.replicas:
+        yield _check_shared_memory()
     if config.remote_urls:
         yield from _check_replicas(config)
 
@@ -260,6 +275,69 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
     yield CheckResult(ok, f"context: {chosen.max_model_len} of {target.context_len} tokens")
     if config.drafter_plugins():
         yield _check_plugins(config, chosen, target)
+
+
+def _check_disk(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
+    """What the limit of --kv-cache-dir holds, and whether an engine can use the directory."""
+    root, limit = Path(str(config.kv_cache_dir)), parse_bytes("kv_cache_disk", config.kv_cache_disk)
+    try:
+        hardware = detect_hardware(config, target)
+        block = disk_block(config, hardware, target, drafter, HEADER.size)
+        if limit < block.file_bytes:
+            size = f"a block of {config.block_size} tokens has {format_bytes(block.file_bytes)}"
+            raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {size}")
+        _check_directory(root, folder_name(Path(str(config.model))))
+    except ForewordError as error:
+        yield CheckResult(False, f"disk: {error}")
+        return
+    except OSError as error:
+        reason = f"{error.filename or root}: {error.strerror or error}"
+        yield CheckResult(False, f"disk: kv_cache_dir cannot be used: {reason}")
+        return
+    states = f", with a state of {format_bytes(block.state_bytes)} now and then" if block.state_bytes else ""
+    yield CheckResult(
+        True,
+        f"disk: {format_bytes(block.bytes_per_token)} a token{states}; {format_bytes(limit)} in {root} hold "
+        f"{format_count(limit / block.bytes_per_token)} tokens; private to this user",
+    )
+    stored = stored_bytes(root)
+    free = shutil.disk_usage(_existing_parent(root)).free
+    if free + stored < limit:
+        yield CheckResult(
+            None,
+            f"disk: {root} has room for {format_bytes(free + stored)} of the {format_bytes(limit)} of "
+            "--kv-cache-disk: a full disk costs hits",
+        )
+
+
+def _check_directory(root: Path, name: str) -> None:
+    """Raises ConfigError or OSError for a directory that the engine could not use, without a change to it."""
+    place = _existing_parent(root)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"kv_cache_dir cannot be used: {place} is no directory that this user may write to")
+    for folder in namespace_folders(root, name):
+        for path in (folder, folder / "blocks", folder / "states"):
+            if os.path.lexists(path):
+                check_private(path)
+
+
+def _existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+
+
+def _check_shared_memory() -> CheckResult:
+    """Whether shared memory may have huge pages."""
+    try:
+        chosen = re.search(r"\[(\w+)\]", SHMEM_HUGE_PAGES.read_text())
+    except OSError:
+        chosen = None
+    if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
+        return CheckResult(True, "shared memory: with huge pages")
+    reason = f"{SHMEM_HUGE_PAGES} is {chosen[1] if chosen else 'missing'}"
+    return CheckResult(
+        None, f"shared memory: without huge pages ({reason}): attention over long contexts may be slower"
+    )
 
 
 def _describe_memory(parts: Sequence[MemoryPart]) -> str:

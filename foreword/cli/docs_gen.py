@@ -173,6 +173,7 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "UnloadAdapterBody": "`POST /v1/unload_lora_adapter`",
         "LoadModelBody": "`POST /models/load`",
         "UnloadModelBody": "`POST /models/unload`",
+        "SlotBody": "`POST /slots/{id_slot}`",
         "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
 )

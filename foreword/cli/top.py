@@ -215,6 +215,8 @@ def render(url: str, before: Snapshot, now: Snapshot, note: str | None = None) -
     parts += [Text(), _models_table(rates)]
     if now.samples.get("spec_draft_tokens_total"):
         parts += [Text(), _drafters_table(rates)]
+    if (tiers := _tiers_table(now)).row_count:
+        parts += [Text(), tiers]
     if now.keys:
         parts += [Text(), _keys_table(now)]
     return Group(*parts)
@@ -303,6 +305,42 @@ def _drafters_table(rates: _Rates) -> Table:
                 _format_share(shares.get(group)),
                 _format(length, 2),
             )
+    return table
+
+
+def _tiers_table(now: Snapshot) -> Table:
+    """Where the KV of prompts came from since the start, of models whose KV outlives their engines."""
+    queries, hits, on_disk, adopted, avoided = (
+        now.sums(name, MODEL_LABEL)
+        for name in (
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "kv_disk_hit_tokens_total",
+            "kv_adopted_tokens_total",
+            "kv_disk_avoided_seconds_total",
+        )
+    )
+    num_bytes = now.sums("kv_disk_bytes_total", MODEL_LABEL, "direction")
+    seconds = now.sums("kv_disk_seconds_total", MODEL_LABEL, "direction")
+    table = _table(
+        "kv from", "model", "tokens", "cached", "taken over", "read", "written", "saved", num_left=2
+    )
+    for group, total in sorted(queries.items()):
+        read, written = (num_bytes.get((*group, direction), 0.0) for direction in ("read", "write"))
+        has_disk = read + written > 0
+        if not (has_disk or adopted.get(group)):
+            continue
+        from_disk = on_disk.get(group, 0.0)
+        from_memory = max(hits.get(group, 0.0) - from_disk, 0.0)
+        taken_over = format_count(adopted.get(group, 0.0))
+        rows = [("memory", from_memory, taken_over, UNKNOWN, UNKNOWN, UNKNOWN)]
+        if has_disk:
+            saved_s = max(avoided.get(group, 0.0) - seconds.get((*group, "read"), 0.0), 0.0)
+            sizes = _format_bytes(read), _format_bytes(written)
+            rows.append(("disk", from_disk, UNKNOWN, *sizes, _format_seconds(saved_s)))
+        for tier, tokens, *cells in rows:
+            share = _format_share(tokens / total if total else None)
+            table.add_row(_name(tier), _name(group[0]), format_count(tokens), share, *cells)
     return table
 
 

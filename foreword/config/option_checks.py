@@ -39,6 +39,11 @@ def check_options(config: Config) -> None:
         parse_bytes(name, getattr(config, name))
     if config.kv_cache_memory is not None and parse_tokens("kv_cache_memory", config.kv_cache_memory) is None:
         parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    defaults = {item.name: item.default for item in fields(config)}
+    if config.kv_cache_dir is None and config.kv_cache_disk != defaults["kv_cache_disk"]:
+        raise ConfigError(
+            "--kv-cache-disk limits the files of --kv-cache-dir DIR, which is not given", "kv_cache_disk"
+        )
     if config.kv_cache_dir is not None and not config.prefix_caching:
         raise ConfigError("kv_cache_dir needs prefix_caching: blocks are found by it", "kv_cache_dir")
     if config.kv_cache_dir is not None and config.trace is not None:

@@ -36,7 +36,7 @@ def make_fingerprint(
     gpu = (str(current_gpu()), torch.version.cuda, _version("triton")) if resolved.device == "cuda" else None
     facts = (
         config.load_format,
-        [_sample_digest(file) for file in weight_files(Path(config.model))],
+        [sample_digest(file) for file in weight_files(Path(config.model))],
         ops.name,
         library_digest() if resolved.device == "cpu" else source_digest(),
         torch.__version__,
@@ -63,7 +63,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _sample_digest(path: Path) -> tuple[str, int, str]:
+def sample_digest(path: Path) -> tuple[str, int, str]:
     """Name, size and a hash of samples of a weight file: tells checkpoints apart without reading them."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)

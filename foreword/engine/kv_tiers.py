@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -13,20 +13,20 @@ from foreword.config.options import Config
 from foreword.config.units import parse_bytes
 from foreword.core.states import SEGMENT
 from foreword.engine.engine import Engine
+from foreword.engine.fingerprint import sample_digest
 from foreword.errors import ConfigError
-from foreword.kv_cache.block_files import BlockFiles
+from foreword.kv_cache.block_files import BlockFiles, folder_name
 from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
 from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.surviving_index import SurvivingIndex
 from foreword.models.model_loader import weight_files
 from foreword.planning.memory import format_bytes
+from foreword.planning.resolve import KVFiles
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.utils.mapped_memory import MemoryFile
 
 logger = logging.getLogger(__name__)
-
-MAX_NAME_CHARS = 64
 
 
 def make_prefix_loader(config: Config, engine: Engine, is_restart: bool) -> PrefixLoader | None:
@@ -69,9 +69,8 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     states, images = scheduler.state_cache, kv.block_images()
     anchor_images = None if states is None else kv.anchor_images()
     namespace = _namespace(config, engine)
-    name = re.sub(r"[^\w.-]", "_", Path(str(config.model)).name, flags=re.ASCII)[:MAX_NAME_CHARS]
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = root / f"{name}-{namespace.hex()}"
+    folder = root / f"{folder_name(Path(str(config.model)))}-{namespace.hex()}"
     files = BlockFiles(folder / "blocks", namespace, images.nbytes)
     max_bytes = parse_bytes("kv_cache_disk", config.kv_cache_disk)
     if max_bytes < files.file_bytes:
@@ -85,6 +84,9 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
         files = BlockFiles(folder / "states", namespace, anchor_images.nbytes)
         anchors = PooledFiles(states.pool, anchor_images, files)
         states.on_kept = partial(tier.on_gained, anchors)
+    state_bytes = None if anchors is None else anchors.images.nbytes
+    kv_files = KVFiles(folder.name, namespace, images.nbytes, state_bytes)
+    engine.info = replace(engine.info, kv_files=kv_files)
     tier.start([blocks] if anchors is None else [blocks, anchors])
     row_seconds = _row_seconds(engine.proposer.timings)
     return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
@@ -93,15 +95,16 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
 def _namespace(config: Config, engine: Engine, sizes: object = ()) -> bytes:
     """A hash of all that the bytes of a cached block depend on, besides its tokens.
 
-    The fingerprint knows weights by samples, so times of their files are included: files outlive an edit.
+    The fingerprint knows weights by samples, so times of their files are included: files outlive an edit. It
+    does not know a trained head, whose memory is part of a block.
     """
     kv = engine.model_runner.kv
     layouts = (kv.block_size, kv.block_images().layout, SEGMENT, kv.anchor_images().layout)
-    # A trained head's memory is part of a block
-    models = [config.model] if kv.head is None else [config.model, config.draft_model]
-    files = [file for model in models for file in weight_files(Path(str(model)))]
+    heads = [] if kv.head is None else weight_files(Path(str(config.draft_model)))
+    files = [*weight_files(Path(str(config.model))), *heads]
     times = [(file.name, file.stat().st_mtime_ns) for file in files]
-    facts = json.dumps((engine.info.fingerprint, layouts, times, sizes))
+    samples = [sample_digest(file) for file in heads]
+    facts = json.dumps((engine.info.fingerprint, layouts, times, samples, sizes))
     return blake2b(facts.encode(), digest_size=DIGEST_BYTES, person=b"kv namespace").digest()
 
 

@@ -3,6 +3,9 @@
     ROOT / MODEL-NAMESPACE / blocks | states / 2 digits / HASH
     magic | namespace | hash | bytes | checksum | image
 
+    ROOT / MODEL-NAMESPACE / pins / OWNER-NAME      both are hashes
+    magic | checksum | hash of block 0 | hash of block 1 ...
+
 A file is whole or refused: the checksum covers all of it, so a crash at any instant, a full disk or a flipped
 bit costs a hit. Nothing is ever trusted for its name alone.
 """
@@ -16,7 +19,7 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -34,11 +37,32 @@ SWEEP_TARGET: Final = 0.9  # share of the limit that a sweep leaves
 # ROOT / namespace / kind / shard / file
 SHARD_PATTERN: Final = re.compile(r"[0-9a-f]{2}")
 FOLDER_PATTERNS: Final = (re.compile(r".*-[0-9a-f]{32}"), re.compile(r"blocks|states"), SHARD_PATTERN)
+MAX_NAME_CHARS: Final = 64
+PIN_MAGIC: Final = b"fwpin\x00\x00\x01"
+PIN_PERSON: Final = b"kv pin"
+PIN_PATTERN: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
+MAX_PIN_BYTES: Final = 64 << 20
+MAX_PINNED_SHARE: Final = 0.5  # of the limit: what a sweep leaves for pins
 FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
+
+
+def folder_name(model: Path) -> str:
+    """The readable part of a namespace's name."""
+    return re.sub(r"[^\w.-]", "_", model.name, flags=re.ASCII)[:MAX_NAME_CHARS]
 
 
 class RefusedFile(Exception):
     """Its content is not what its name says. The message is one word: a label of metrics."""
+
+
+def check_private(path: Path) -> None:
+    """Raises ConfigError unless it is a directory of this user's that no one else may write to; OSError."""
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise ConfigError(
+            f"kv_cache_dir: {path} must be a directory of this user that no one else may write to",
+            "kv_cache_dir",
+        )
 
 
 class BlockFiles:
@@ -54,12 +78,7 @@ class BlockFiles:
         self._scanned_at: dict[str, int] = {}  # time of the last change of each shard that was scanned
         for path in (folder.parent, folder):
             path.mkdir(mode=0o700, exist_ok=True)
-            info = path.lstat()
-            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-                raise ConfigError(
-                    f"kv_cache_dir: {path} must be a directory of this user that no one else may write to",
-                    "kv_cache_dir",
-                )
+            check_private(path)
 
     def digests(self) -> set[bytes]:
         """Hashes of all files, by their names. Raises OSError."""
@@ -86,7 +105,7 @@ class BlockFiles:
     def write(self, digest: bytes, image: bytes) -> None:
         """Write a file under a temporary name, then rename it: no reader sees a part of it."""
         assert len(image) == self.image_bytes
-        path = self._path(digest)
+        path = self.path(digest)
         temporary = path.with_name(f"{path.name}-{os.getpid()}{TEMPORARY}")
         header = HEADER.pack(MAGIC, self._namespace, digest, len(image), self._checksum(digest, image))
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +124,7 @@ class BlockFiles:
 
         Raises RefusedFile for a file that is not what its name says, and removes it.
         """
-        path = self._path(digest)
+        path = self.path(digest)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(fd, "rb", buffering=0) as file:
             try:
@@ -138,7 +157,14 @@ class BlockFiles:
         checksum.update(image)
         return checksum.digest()
 
-    def _path(self, digest: bytes) -> Path:
+    def file_size(self, digest: bytes) -> int:
+        """Bytes of a file; 0: there is none. Raises OSError."""
+        try:
+            return self.path(digest).lstat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def path(self, digest: bytes) -> Path:
         name = digest.hex()
         return self._folder / name[:2] / name
 
@@ -161,6 +187,72 @@ def _read_all(fd: int, num_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def pack_pin(digests: Sequence[bytes]) -> bytes:
+    content = b"".join(digests)
+    return PIN_MAGIC + blake2b(content, digest_size=DIGEST_BYTES, person=PIN_PERSON).digest() + content
+
+
+def read_pin(path: Path) -> list[bytes] | None:
+    """The hashes of a pin; None without a whole file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(fd, "rb") as file:
+            data = file.read(MAX_PIN_BYTES)
+    except OSError:
+        return None
+    start = len(PIN_MAGIC) + DIGEST_BYTES
+    digests = [data[i : i + DIGEST_BYTES] for i in range(start, len(data), DIGEST_BYTES)]
+    return digests if pack_pin(digests) == data else None
+
+
+def pinned_files(namespaces: Iterable[Path]) -> dict[Path, dict[str, int]]:
+    """Sizes of the files that each pin of these directories keeps, by their paths.
+
+    The pin that was used last comes first.
+    """
+    pins: list[tuple[float, Path]] = []
+    for entry in (entry for folder in namespaces for entry in _scan(str(folder / "pins"))):
+        with contextlib.suppress(OSError):
+            if PIN_PATTERN.fullmatch(entry.name):
+                pins.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
+    return {path: _files_of_pin(path) for _, path in sorted(pins, reverse=True)}
+
+
+def _files_of_pin(path: Path) -> dict[str, int]:
+    names = [digest.hex() for digest in read_pin(path) or ()]
+    folder, sizes = path.parent.parent, {}
+    for file in (f"{folder}/{kind}/{name[:2]}/{name}" for name in names for kind in ("blocks", "states")):
+        with contextlib.suppress(OSError):
+            sizes[file] = os.lstat(file).st_size
+    return sizes
+
+
+def _kept_files(root: Path, max_bytes: int) -> Collection[str]:
+    """Files of the pins that were used last and fit together."""
+    kept: set[str] = set()
+    total = 0
+    for sizes in pinned_files(_namespaces(root)).values():
+        num_bytes = sum(size for path, size in sizes.items() if path not in kept)
+        if total + num_bytes <= max_bytes:
+            kept |= sizes.keys()
+            total += num_bytes
+    return kept
+
+
+def _namespaces(root: Path) -> list[Path]:
+    return [Path(entry.path) for entry in _scan(str(root)) if FOLDER_PATTERNS[0].fullmatch(entry.name)]
+
+
+def namespace_folders(root: Path, name: str) -> list[Path]:
+    """Directories of engines of a model of this name."""
+    return [path for path in _namespaces(root) if path.name.rpartition("-")[0] == name]
+
+
+def stored_bytes(root: Path) -> int:
+    """Bytes in the files of all engines."""
+    return sum(file.num_bytes for file in _stored_files(root))
+
+
 class _StoredFile(NamedTuple):
     used_s: float  # time of the last use
     num_bytes: int
@@ -170,7 +262,8 @@ class _StoredFile(NamedTuple):
 def sweep(root: Path, max_bytes: int) -> int:
     """Remove the least recently used files of all namespaces beyond `max_bytes`; returns the bytes left.
 
-    One process at a time sweeps; another one only counts. Files that no engine writes are left alone.
+    One process at a time sweeps; another one only counts. Files that no engine writes are left alone, and so
+    are those of the pins that were used last, up to MAX_PINNED_SHARE.
     """
     with open(root / "lock", "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock:
         try:
@@ -181,7 +274,10 @@ def sweep(root: Path, max_bytes: int) -> int:
         files = sorted(_stored_files(root))
         total, now_s = sum(file.num_bytes for file in files), time.time()
         limit = total if total <= max_bytes else int(max_bytes * SWEEP_TARGET)
+        kept = _kept_files(root, int(max_bytes * MAX_PINNED_SHARE)) if is_sweeping and total > limit else ()
         for file in files if is_sweeping else ():
+            if file.path in kept:
+                continue
             is_stale = file.path.endswith(TEMPORARY) and now_s - file.used_s > MAX_TEMPORARY_AGE_S
             if total > limit or is_stale:
                 with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ class PrefixLoader:
         self.tier = tier
         self.hit_tokens = 0
         self.avoided_seconds = 0.0  # expected time to compute these tokens
-        self._blocks = blocks
+        self.blocks = blocks
         self._anchors = anchors
         self._prefix_cache = prefix_cache
         self._states = states
@@ -114,7 +114,7 @@ class PrefixLoader:
 
     def _missing(self, state: RequestState) -> tuple[list[ImageKey], int] | None:
         """Images that make the longest prefix usable, in order, and the tokens gained; None: no room now."""
-        cache, blocks, anchors = self._prefix_cache, self._blocks, self._anchors
+        cache, blocks, anchors = self._prefix_cache, self.blocks, self._anchors
         hashes = cache.shareable_hashes(state)
         prefix = list(takewhile(lambda digest: digest in blocks.pool or digest in blocks.on_disk, hashes))
         num_usable, num_cached = len(prefix), len(cache.match(state))
@@ -149,7 +149,7 @@ class PrefixLoader:
             pooled.images.write(block, image)
             pool.publish(block, digest)
             pool.release([block])
-            if pooled is self._blocks:
+            if pooled is self.blocks:
                 self.hit_tokens += self._prefix_cache.block_size
                 self.avoided_seconds += self._prefix_cache.block_size * self._row_seconds
         return not is_done or bool(job.images)
@@ -157,7 +157,7 @@ class PrefixLoader:
     def _end(self, job: ReadJob) -> None:
         for state, other in list(self._jobs.values()):
             if other is job:
-                self._blocks.pool.touch(state.block_hashes)
+                self.blocks.pool.touch(state.block_hashes)
                 self._leave(state, job)
 
     def _leave(self, state: RequestState, job: ReadJob) -> None:

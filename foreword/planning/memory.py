@@ -190,6 +190,29 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str, dtype: str) -> int:
     return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales + hidden
 
 
+@dataclass(frozen=True, slots=True)
+class DiskBlock:
+    """Files of --kv-cache-dir."""
+
+    file_bytes: int  # of a block
+    bytes_per_token: float  # with the states that a long prompt leaves
+    state_bytes: int  # of one state; 0: no layer has any
+
+
+def disk_block(
+    config: Config, hardware: HardwareInfo, model: ModelInfo, drafter: ModelInfo | None, header_bytes: int
+) -> DiskBlock:
+    """A block has what the model and a trained head keep of its tokens; a draft model's is not on disk."""
+    dtype, _ = resolve_dtypes(config, hardware, model)
+    kept = [model, *([drafter] if drafter is not None and drafter.is_head else [])]
+    per_token = sum(kv_bytes_per_token(info, resolve_kv_dtype(config, dtype), dtype) for info in kept)
+    file_bytes = header_bytes + config.block_size * per_token
+    states = plan_states(config, hardware, model)
+    state_bytes = 0 if states is None else header_bytes + states.anchor_bytes
+    state_share = 0.0 if states is None else state_bytes / states.interval
+    return DiskBlock(file_bytes, file_bytes / config.block_size + state_share, state_bytes)
+
+
 def scratch_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo], dtype: str) -> int:
     """Memory of a trained head for the draft tokens of all requests."""
     num_seqs, _ = batch_limits(config, hardware, models[0])

@@ -111,9 +111,6 @@ class _Plan:
         if resolved is not None:
             tokens = resolved.num_blocks * config.block_size
         detail = f"{tokens} tokens in {dtype}, {format_bytes(per_token)} a token"
-        if config.kv_cache_dir is not None:
-            disk = parse_bytes("kv_cache_disk", config.kv_cache_disk)
-            detail += f"; {format_bytes(disk)} of disk hold {disk // per_token} more"
         states = plan_states(config, self._hardware, self._model)
         if states is None:
             yield MemoryPart("KV cache", tokens * per_token, detail)

@@ -97,6 +97,16 @@ class ResolvedConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVFiles:
+    """Files of an engine in its --kv-cache-dir."""
+
+    folder: str  # name of that of its namespace
+    namespace: bytes
+    block_bytes: int
+    state_bytes: int | None = None  # None: no layer has a state
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Properties of a loaded engine, as plain values."""
 
@@ -114,6 +124,7 @@ class EngineInfo:
     gpu: str | None = None  # name and compute capability
     num_cuda_graphs: int = 0  # captured at startup
     adapters: tuple[AdapterInfo, ...] = ()  # loaded at startup, in the order of `lora_modules`
+    kv_files: KVFiles | None = None
 
 
 def resolve(

@@ -31,7 +31,7 @@ from foreword.server.http.middleware import (
 )
 from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, RouteTable
 from foreword.server.registry import ServedModels
-from foreword.server.routes import admin, engine_sessions, probes, replicas, tokenize, ui
+from foreword.server.routes import admin, engine_sessions, probes, replicas, slots, tokenize, ui
 from foreword.server.routes import models as model_routes
 from foreword.server.stall_monitor import StallMonitor
 from foreword.utils.logging import log_model
@@ -47,6 +47,7 @@ ROUTERS = (
     probes.health_router,
     probes.router,
     model_routes.router,
+    slots.router,
     admin.router,
     admin.admin_router,
     ui.router,

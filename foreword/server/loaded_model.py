@@ -34,11 +34,13 @@ from foreword.server.auth.usage_log import UsageLog
 from foreword.server.health import EngineProbe
 from foreword.server.intake import Intake
 from foreword.server.model_names import ModelNames, ServedName
+from foreword.server.slots import SlotKey, SlotTable
 from foreword.tokenizer.chat_processor import ChatInputProcessor
 from foreword.tokenizer.input_processor import has_seed, make_requests, resolve_seed
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.utils.threads import run_in_own_thread
 
+ANY_SLOT = -1  # llama-server's: the request may run in any
 MAX_TIMEOUT_S = 86_400.0  # largest `timeout` of a request, where the server sets no limit
 
 
@@ -70,6 +72,7 @@ class LoadedModel:
     pooling_config: PoolingConfig = DECODER_POOLING  # for embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
     logged_keywords: set[str] = field(default_factory=set)  # keywords in schemas that are not enforced
+    slots: SlotTable = field(default_factory=SlotTable)
     variant: ModelVariant | None = None  # the variant that `served` names
 
     async def close(self) -> None:
@@ -137,9 +140,26 @@ class LoadedModel:
         return replace(
             context,
             is_seeded=has_seed(getattr(body, "seed", None), self.config.seed),
+            slot=self._slot_key(permissions, body),
             model=self.served.name,
             adapter=self.served.digest,
         )
+
+    def _slot_key(self, permissions: KeyPermissions, body: RequestBody) -> SlotKey | None:
+        """The slot of a request; 0 if it names none. Without --kv-cache-dir there are no slots."""
+        if self.config.kv_cache_dir is None:
+            return None
+        number = getattr(body, "id_slot", None)
+        if number is None or number == ANY_SLOT:
+            return SlotKey(permissions.slot_owner, 0)
+        self.check_slot(number)
+        return SlotKey(permissions.slot_owner, number)
+
+    def check_slot(self, number: int) -> None:
+        """Raises InvalidRequest."""
+        count = self.info().resolved.max_num_seqs
+        if not 0 <= number < count:
+            raise InvalidRequest(f"id_slot must be from 0 to {count - 1}, got {number:.40g}", "id_slot")
 
     @property
     def model_name(self) -> str:

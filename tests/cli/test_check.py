@@ -23,9 +23,11 @@ from foreword.fleet.memory import ModelPlan
 from foreword.models.heads.head_loader import read_head_info
 from foreword.models.model_loader import read_model_info
 from foreword.planning.hardware import HardwareInfo
+from foreword.planning.memory import format_bytes
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
 from tests.support.checkpoints import change_config, write_checkpoint, write_json
+from tests.support.engines import load_engine, make_request, run
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.heads import write_random_head
 from tests.support.mtp_checkpoints import write_mtp_checkpoint
@@ -98,6 +100,52 @@ def test_shortened_context_is_a_note(capsys: pytest.CaptureFixture[str]) -> None
     code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
     assert code == 0
     assert "note context: 128 of 1024 tokens" in text
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_disk_of_the_kv_cache_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kv_cache_dtype: str
+) -> None:
+    model, kv = write_checkpoint(tmp_path / "tiny"), tmp_path / "kv"
+    options = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_dir": str(kv), "kv_cache_disk": "100KiB"}
+    words = [str(model), *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+    code, text = check(capsys, *words)
+    (found,) = re.findall(
+        r"ok +disk: (\S+ \S+) a token; 100.0 KiB in \S+/kv hold (\d+) tokens; private", text
+    )
+    assert code == 0 and not kv.exists(), "nothing is written"
+    engine = load_engine(model, max_model_len=128, **options)
+    run(engine, [make_request("one", list(range(5, 60)), max_tokens=2)])
+    engine.close()
+    (size,) = {path.stat().st_size for path in kv.glob("tiny-*/blocks/*/*")}
+    assert found == (format_bytes(size / 16), f"{(100 << 10) * 16 / size:.0f}")
+    for problem in ("1KiB", "writable", "file"):
+        if problem == "writable":
+            next(kv.glob("tiny-*")).chmod(0o777)
+        elif problem == "file":
+            shutil.rmtree(kv)
+            kv.write_text("")
+        code, text = check(capsys, *words[:-1], f"--kv-cache-disk={'1KiB' if problem == '1KiB' else '1GiB'}")
+        assert code == 1
+        reasons = {
+            "1KiB": "kv_cache_disk 1KiB holds no block: a block of 16 tokens has ",
+            "writable": "must be a directory of this user that no one else may write to",
+            "file": "is no directory that this user may write to",
+        }
+        assert re.search(rf"no +disk: .*{re.escape(reasons[problem])}", text), problem
+
+
+def test_shared_memory_and_a_limit_without_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, line in (("advise", "ok   shared memory: with huge"), ("never", "note shared memory: without")):
+        pages = tmp_path / "shmem_enabled"
+        pages.write_text(f"always [{name}]" if name == "advise" else "always [never]")
+        monkeypatch.setattr(command, "SHMEM_HUGE_PAGES", pages)
+        code, text = check(capsys, "demo", "--kv-cache-shared-memory")
+        assert code == 0 and line in text
+    assert main(["check", "demo", "--kv-cache-disk", "1GiB"]) == 2
+    assert "--kv-cache-disk limits the files of --kv-cache-dir DIR" in capsys.readouterr().err
 
 
 def test_weight_files_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -158,8 +159,17 @@ def start_long_answer(url: str, log_text: list[str]) -> threading.Thread:
     return thread
 
 
+def change_slot(server: ServerProcess, action: str, headers: dict[str, str]) -> dict[str, Any]:
+    url, body = f"{server.url}/slots/0?action={action}", {"filename": "talk"}
+    answer: dict[str, Any] = httpx.post(url, json=body, headers=headers, timeout=WAIT_S).json()
+    return answer
+
+
 def test_conversation_is_read_from_disk_after_a_restart(tiny: Path, tmp_path: Path) -> None:
-    """By its key alone; a key of the command line is the same one in the next process."""
+    """By its key alone, which may have saved it by a name; a key of the command line is the same one later.
+
+    The second server has timed no prompt when it reads: it reads all, however fast it would compute.
+    """
     config = Config(
         model=str(tiny),
         speculate="off",
@@ -168,19 +178,26 @@ def test_conversation_is_read_from_disk_after_a_restart(tiny: Path, tmp_path: Pa
         kv_cache_dir=str(tmp_path),
     )
     said = {**ASK, "messages": [{"role": "user", "content": "the thing in " * 8}]}
-    replies = []
-    for keys in (("one",), ("two", "one")):
+    replies, slots = [], []
+    for keys, action in ((("one",), "save"), (("one", "two"), "restore")):
         with ServerProcess(config) as server:
             url = f"{server.url}/v1/chat/completions"
             for key in keys:
                 headers = {"Authorization": f"Bearer {key}"}
+                if action == "restore":
+                    slots.append(change_slot(server, "restore", headers))
                 replies.append(httpx.post(url, json=said, headers=headers, timeout=WAIT_S).json())
+                if action == "save":
+                    slots.append(change_slot(server, "save", headers))
             os.kill(server.pid, signal.SIGTERM)
             assert server.wait(WAIT_S) == 0
-    first, other, again = replies
+    first, again, other = replies
     assert first["choices"] == again["choices"] == other["choices"]
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
-    assert cached[:2] == [0, 0] and cached[2] > 0, "a read ends where computing is faster"
+    assert cached[0] == cached[2] == 0 and cached[1] >= 0.8 * again["usage"]["prompt_tokens"]
+    saved, restored, refused = slots
+    assert saved["n_saved"] == restored["n_restored"] >= cached[1] and saved["n_saved"] % 16 == 0
+    assert refused["error"]["message"] == "nothing is saved as 'talk'"
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,31 @@ def test_rates_are_those_between_two_snapshots() -> None:
     assert max(map(len, lines)) <= 80
 
 
+TIERS = """
+foreword_kv_adopted_tokens_total{model="small"} 64.0
+foreword_prefix_cache_queries_total{model="small"} 0.0
+foreword_kv_disk_hit_tokens_total{model="big"} 20.0
+foreword_kv_disk_bytes_total{direction="read",model="big"} 3000000.0
+foreword_kv_disk_bytes_total{direction="write",model="big"} 5000000000.0
+foreword_kv_disk_seconds_total{direction="read",model="big"} 2.0
+foreword_kv_disk_avoided_seconds_total{model="big"} 14.5
+"""
+
+
+def test_tiers_of_the_kv_cache_are_shown_where_there_are_some() -> None:
+    now = Snapshot(10, CARDS, parse_metrics(METRICS % AFTER + TIERS))
+    lines = show(snapshot(0, BEFORE), now)
+    start = next(i for i, line in enumerate(lines) if line.startswith("kv from"))
+    assert [line.split() for line in lines[start:]] == [
+        ["kv", "from", "model", "tokens", "cached", "taken", "over", "read", "written", "saved"],
+        ["memory", "big", "10", "10%", "0", "-", "-", "-"],
+        ["disk", "big", "20", "20%", "-", "3.0MB", "5.0GB", "12.5s"],
+        ["memory", "small", "0", "-", "64", "-", "-", "-"],
+    ]
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in show(now, snapshot(20, AFTER)) if line.startswith("kv from")]
+
+
 def test_idle_ratios_are_those_since_the_start_and_a_restart_counts_from_zero() -> None:
     lines = show(snapshot(0, AFTER), snapshot(10, AFTER))
     assert row(lines, "big")[5] == "0.0" and row(lines, "big")[8] == "70%"

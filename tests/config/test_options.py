@@ -47,6 +47,7 @@ ENGINE_KEY = "a key of the engines"
         ({"kv_cache_disk": "much"}, "kv_cache_disk"),
         ({"kv_cache_dir": "kv", "prefix_caching": False}, "kv_cache_dir"),
         ({"kv_cache_dir": "kv", "trace": "t"}, "trace"),
+        ({"kv_cache_disk": "1GiB"}, "kv_cache_disk"),
         ({"replicas": 0}, "replicas"),
         ({"replica_urls": "http://a:1"}, "engine_key"),
         ({"replica_urls": "10.0.0.1:8000", "engine_key": ENGINE_KEY}, "replica_urls"),

@@ -53,7 +53,7 @@ def test_file_of_another_namespace_or_size_is_refused(tmp_path: Path) -> None:
     files_of(tmp_path).write(digest_of(7), IMAGE)
     (path,) = tmp_path.glob("*/blocks/*/*")
     for other in (files_of(tmp_path, bytes(16)), files_of(tmp_path, image_bytes=999)):
-        copy = other._path(digest_of(7))
+        copy = other.path(digest_of(7))
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(path.read_bytes())
         with pytest.raises(RefusedFile):
@@ -78,7 +78,7 @@ def test_sweep_removes_the_least_recently_used_of_all_namespaces(tmp_path: Path)
     for number in range(10):
         (first if number % 2 else second).write(digest_of(number), IMAGE)
     for number in range(10):
-        os.utime((first if number % 2 else second)._path(digest_of(number)), (number + 1, number + 1))
+        os.utime((first if number % 2 else second).path(digest_of(number)), (number + 1, number + 1))
     first.read(digest_of(1))  # now the last to be removed
     assert sweep(tmp_path, 10 * first.file_bytes) == 10 * first.file_bytes
     assert sweep(tmp_path, 6 * first.file_bytes) == 5 * first.file_bytes
@@ -88,7 +88,7 @@ def test_sweep_removes_the_least_recently_used_of_all_namespaces(tmp_path: Path)
 def test_sweep_leaves_files_of_others_and_removes_stale_temporary_ones(tmp_path: Path) -> None:
     files = files_of(tmp_path)
     files.write(digest_of(1), IMAGE)
-    shard = files._path(digest_of(1)).parent
+    shard = files.path(digest_of(1)).parent
     others = [tmp_path / "photo.jpg", shard.parent / "notes", shard / "README", tmp_path / "other" / "file"]
     for path in others:
         path.parent.mkdir(exist_ok=True)

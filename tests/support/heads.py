@@ -238,10 +238,10 @@ def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
 
 
-def write_random_head(path: Path, model: Path) -> Path:
+def write_random_head(path: Path, model: Path, seed: int = 0) -> Path:
     """A head that knows nothing, for a target."""
     config = head_config(model)
-    return write_head(path, config, head_tensors(config, config["hidden_size"]))
+    return write_head(path, config, head_tensors(config, config["hidden_size"], seed=seed))
 
 
 class AuxRecorder:

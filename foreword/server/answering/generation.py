@@ -181,6 +181,7 @@ class Generation:
         self._delta_queue = DeltaQueue()
         self._failed: set[str] = set()
         self._meter = context.meter
+        self._slot = context.slot
         self._usage = server.usage.counter(context.fairness_key, context.model)
         # The choices "X-0" and "X-1" share the prompt "X", which counts once, with its first choice.
         firsts = {_prompt_id(request): request.id for request in reversed(waiting)}
@@ -194,6 +195,8 @@ class Generation:
         try:
             self._server.info()
             self._ticket = self._admit()
+            if self._slot is not None:
+                self._server.slots.start(self._slot)
             for index, output in enumerate(self.outputs):
                 self._server.client.listen(output.request, partial(self._on_event, index, output))
                 self._server.recorder.on_submit(output.request)
@@ -245,6 +248,8 @@ class Generation:
         self._ticket.release()
         self._ticket = None
         self._count_request()
+        if self._slot is not None:
+            self._server.slots.end(self._slot, self.outputs[0].request, self.outputs[0].token_ids)
         for output in self.outputs:
             self._server.generations.pop(output.request.id, None)
             if not output.finished and output.request.id not in self._failed:

@@ -61,6 +61,7 @@ class SamplingBody(StructuredBody, RequestBody):
         "max_new_tokens": "max_tokens",  # SGLang, text-generation-webui
         "repeat_penalty": "repetition_penalty",  # llama-server, Ollama
         "n_cmpl": "n",  # llama-server
+        "slot_id": "id_slot",  # llama-server, before
         "typical": "typical_p",  # text-generation-webui
         "nsigma": "top_n_sigma",
         "stopping_strings": "stop",
@@ -105,6 +106,7 @@ class SamplingBody(StructuredBody, RequestBody):
     speculation: SpeculationBody | str | None = None  # a text is its method
     prediction: PredictionBody | None = None
     metrics: bool | None = None
+    id_slot: int | None = None  # llama-server
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:42"
 

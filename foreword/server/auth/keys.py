@@ -22,6 +22,7 @@ from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_ke
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http.errors import error_response
+from foreword.server.slots import SlotKey
 from foreword.utils.threads import run_in_own_thread
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RequestContext:
     model: str = ""  # name in answers
     adapter: str = ""  # digest of the LoRA adapter
     is_seeded: bool = False  # its answer is a function of the request alone
+    slot: SlotKey | None = None  # None: slots are off
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ class KeyPermissions:
     admin: bool = False
     models: tuple[str, ...] | None = None  # None: all
     priority: int | None = None  # best allowed; None: any
+
+    @property
+    def slot_owner(self) -> str:
+        """Namespace of the names of slots; it outlives the server, and another key has another one."""
+        return self.cache_salt or f"key {self.fairness_key}"
 
     def may_use(self, names: Sequence[str]) -> bool:
         """Whether the key may use the model with these names: one name in the key file allows all of them."""

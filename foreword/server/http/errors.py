@@ -67,7 +67,6 @@ OTHER_APIS: Mapping[str, str] = {
     "/embedding": f"llama-server's own API is not served; use {EMBEDDING_ROUTE}",
     "/apply-template": "llama-server's own API is not served; use POST /tokenize",
     "/props": "llama-server's own API is not served; use GET /v1/models",
-    "/slots": "there are no slots, and --kv-cache-dir saves and restores all conversations; see /metrics",
     "/pooling": f"vLLM's pooling is not served; use {EMBEDDING_ROUTE}",
     "/classify": "classifiers are not served; use /v1/score or /v1/rerank",
     "/tokenizer_info": "the tokenizer is not sent; name its directory to the client (lm-eval: tokenizer=)",

@@ -196,8 +196,6 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
         ("/v2/embed", "use /v1/embeddings"),
         ("/invocations", "use /v1/chat/completions"),
         ("/tokenizer_info", "tokenizer="),
-        ("/slots", "--kv-cache-dir"),
-        ("/slots/0", "--kv-cache-dir"),
     ],
 )
 def test_unknown_route_names_the_one_to_use(served: RunningServer, path: str, hint: str) -> None:

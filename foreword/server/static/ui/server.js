@@ -159,12 +159,24 @@ export class ServerView {
       ["prompt tokens/s", fmt.number(prompt.at(-1)?.[1] ?? 0), prompt.map(point => point[1])],
       ["of the KV cache in use", fmt.percent(now.sum("kv_cache_usage_ratio") / Math.max(now.list("kv_cache_usage_ratio").length, 1)), history("kv_cache_usage_ratio")],
       ["of prompt tokens cached", share("prefix_cache_hits_total", "prefix_cache_queries_total"), null, fmt.percent],
-      ...(now.sum("kv_disk_bytes_total") ? [["of prompt tokens read from disk", share("kv_disk_hit_tokens_total", "prefix_cache_queries_total"), null, fmt.percent]] : []),
+      ...(now.sum("kv_adopted_tokens_total") ? [["tokens of KV taken over by new engines", fmt.count(now.sum("kv_adopted_tokens_total"))]] : []),
+      ...(now.sum("kv_disk_bytes_total") ? this.diskTiles(now, share) : []),
       ["of drafted tokens accepted", share("spec_accepted_tokens_total", "spec_draft_tokens_total"), null, fmt.percent],
       ["to the first token (median)", firstToken, null, fmt.seconds],
     ];
     put(this.tiles, tiles.map(([label, value, values, format]) => h("div", { class: "tile" },
       h("b", null, format ? (value === null ? "–" : format(value)) : value), h("span", null, label), values && values.length > 1 ? sparkline(values) : null)));
+  }
+
+  /** What the directory of KV blocks has brought since the start. */
+  diskTiles(now, share) {
+    const read = name => now.by(name, "direction").get("read") || 0;
+    const saved = Math.max(now.sum("kv_disk_avoided_seconds_total") - read("kv_disk_seconds_total"), 0);
+    return [
+      ["of prompt tokens read from disk", share("kv_disk_hit_tokens_total", "prefix_cache_queries_total"), null, fmt.percent],
+      ["of KV read from disk", fmt.bytes(read("kv_disk_bytes_total"))],
+      ["of computing saved by the disk", fmt.seconds(saved)],
+    ];
   }
 
   drawThroughput() {

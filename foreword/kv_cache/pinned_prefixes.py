@@ -1,0 +1,175 @@
+"""Prefixes that clients have pinned by a name: a sweep of the directory leaves their files.
+
+A pin is a file of hashes (kv_cache/block_files.py), without a text or a name. The pin of another owner has
+another file name: it is found as little as one that does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from foreword.errors import InvalidRequest
+from foreword.kv_cache.block_files import (
+    MAX_PINNED_SHARE,
+    MAX_TEMPORARY_AGE_S,
+    PIN_PATTERN,
+    TEMPORARY,
+    BlockFiles,
+    RefusedFile,
+    pack_pin,
+    pinned_files,
+    read_pin,
+)
+from foreword.kv_cache.prefix_cache import DIGEST_BYTES
+
+NAME_PATTERN: Final = re.compile(r"\w[\w.@+=~-]{0,127}", re.ASCII)
+MAX_PINS_PER_OWNER: Final = 64
+MAX_PINS: Final = 1024  # of a namespace
+MAX_SAVE_WAIT_S: Final = 1.0  # without a further block on disk
+POLL_S: Final = 0.02
+
+
+class PinnedPrefixes:
+    """The pins of one model. Methods read and write files; they raise OSError."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kinds: Sequence[BlockFiles],
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """folder  that of the model's namespace
+        kinds  its blocks, and the states of a model that has some
+        max_bytes  of the directory, of which pins may keep a share
+        """
+        self._namespace = folder
+        self._folder = folder / "pins"
+        self._blocks = kinds[0]
+        self._states = kinds[1] if len(kinds) > 1 else None
+        self._kinds = kinds
+        self._max_pinned_bytes = int(max_bytes * MAX_PINNED_SHARE)
+        self._clock = clock
+        self._sleep = sleep
+
+    def save(self, owner: str, name: str, digests: Sequence[bytes]) -> tuple[list[bytes], int]:
+        """Pin the leading blocks that are on disk, or come within a moment; returns their hashes, and bytes.
+
+        Raises InvalidRequest for another name than NAME_PATTERN's, and beyond the bounds of pins.
+        """
+        path = self._path(owner, name)
+        prefix = self._wait_written(digests)
+        sizes = {path: size for digest in prefix for path, size in self._files(digest)}
+        pinned = pinned_files([self._namespace])
+        if path not in pinned:
+            self._check_number(path.name.partition("-")[0])
+        others = {file: size for pin, files in pinned.items() if pin != path for file, size in files.items()}
+        if sum((others | sizes).values()) > self._max_pinned_bytes:
+            raise InvalidRequest(
+                f"this prefix has {sum(sizes.values())} bytes: with those that are pinned they are more than "
+                f"{MAX_PINNED_SHARE:.0%} of --kv-cache-disk; erase another one",
+                "filename",
+            )
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        content = pack_pin(prefix)
+        handle, temporary = tempfile.mkstemp(suffix=TEMPORARY, dir=self._folder)  # mode 600
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.rename(temporary, path)
+        return prefix, sum(sizes.values()) + len(content)
+
+    def restore(self, owner: str, name: str) -> tuple[list[bytes], int]:
+        """Read a pinned prefix, so that its files are in memory and count as used; hashes, and bytes read.
+
+        It ends at a file that is missing or damaged. Raises InvalidRequest for a name that was not saved.
+        """
+        prefix, num_bytes = [], 0
+        digests = self._load(owner, name)
+        os.utime(self._path(owner, name))
+        for digest in digests:
+            try:
+                num_bytes += len(self._blocks.read(digest))
+                prefix.append(digest)
+                if self._states is not None and self._states.file_size(digest):
+                    num_bytes += len(self._states.read(digest))
+            except (FileNotFoundError, RefusedFile):
+                break
+        return prefix, num_bytes
+
+    def erase(self, owner: str, name: str) -> list[bytes]:
+        """Drop a pin, and the files that no other pin keeps; returns its hashes.
+
+        Raises InvalidRequest for a name that was not saved.
+        """
+        digests, path = self._load(owner, name), self._path(owner, name)
+        path.unlink(missing_ok=True)
+        kept = {file for files in pinned_files([self._namespace]).values() for file in files}
+        for digest in digests:
+            for file, _ in self._files(digest):
+                if file not in kept:
+                    Path(file).unlink(missing_ok=True)
+        return digests
+
+    def _load(self, owner: str, name: str) -> list[bytes]:
+        digests = read_pin(self._path(owner, name))
+        if digests is None:
+            raise InvalidRequest(f"nothing is saved as {name!r}", "filename")
+        return digests
+
+    def _path(self, owner: str, name: str) -> Path:
+        if not NAME_PATTERN.fullmatch(name):
+            raise InvalidRequest(
+                "filename must have 1 to 128 letters, digits and characters of _.@+=~-, first a letter or "
+                f"a digit, got {name!r:.80}",
+                "filename",
+            )
+        parts = (blake2b(text.encode(), digest_size=DIGEST_BYTES) for text in (owner, f"{owner}\0{name}"))
+        return self._folder / "-".join(part.hexdigest() for part in parts)
+
+    def _check_number(self, owner: str) -> None:
+        """Raises InvalidRequest if no further pin may be made; removes what a killed server has left."""
+        names = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if PIN_PATTERN.fullmatch(entry.name):
+                    names.append(entry.name)
+                elif (
+                    entry.name.endswith(TEMPORARY)
+                    and time.time() - entry.stat(follow_symlinks=False).st_mtime > MAX_TEMPORARY_AGE_S
+                ):
+                    os.unlink(entry.path)
+        if sum(name.startswith(owner) for name in names) >= MAX_PINS_PER_OWNER or len(names) >= MAX_PINS:
+            raise InvalidRequest(
+                f"a key may save {MAX_PINS_PER_OWNER} names, all keys {MAX_PINS}: erase another one",
+                "filename",
+            )
+
+    def _files(self, digest: bytes) -> list[tuple[str, int]]:
+        """Paths and sizes of a block's files."""
+        found = [(str(kind.path(digest)), kind.file_size(digest)) for kind in self._kinds]
+        return [(path, size) for path, size in found if size]
+
+    def _wait_written(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The leading blocks on disk, to the last state of a model that has some; engines write behind."""
+        num_stored, changed_s = 0, self._clock()
+        while num_stored < len(digests) or self._states is not None:
+            while num_stored < len(digests) and self._blocks.file_size(digests[num_stored]):
+                num_stored, changed_s = num_stored + 1, self._clock()
+            if num_stored == len(digests) and self._states is None:
+                break
+            if self._clock() - changed_s > MAX_SAVE_WAIT_S:
+                break
+            self._sleep(POLL_S)
+        if self._states is not None:
+            while num_stored and not self._states.file_size(digests[num_stored - 1]):
+                num_stored -= 1
+        return list(digests[:num_stored])

@@ -1,0 +1,143 @@
+"""GET /slots and POST /slots/{id_slot}?action=save|restore|erase: llama-server's, over --kv-cache-dir
+
+A saved name pins the prefix of a conversation in the directory. Restoring reads it, so that the next request
+finds it in memory; it would find it on disk without, as long as it is not evicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.config.units import parse_bytes
+from foreword.errors import InvalidRequest, RequestFailed, Unsupported
+from foreword.kv_cache.block_files import BlockFiles
+from foreword.kv_cache.pinned_prefixes import PinnedPrefixes
+from foreword.server.apis.body import ModelName, StrictModel
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.http.responses import JSONResponse
+from foreword.server.intake import IntakeRoute
+from foreword.server.loaded_model import LoadedModel
+from foreword.server.registry import ManagedModel, ModelsDep
+from foreword.server.slots import SlotKey
+from foreword.utils.threads import run_in_own_thread
+
+T = TypeVar("T")
+router = APIRouter(route_class=IntakeRoute)
+
+
+class SlotBody(StrictModel):
+    model: ModelName = None
+    filename: str | None = None
+
+
+NO_BODY = SlotBody()  # erase needs none
+
+
+@router.get("/slots")
+async def list_slots(permissions: PermissionsDep, models: ModelsDep, model: str | None = None) -> Response:
+    """The slots of this key; none while the model is not loaded."""
+    managed = models.find_allowed(model or None, permissions)
+    _check_directory(managed)
+    server = managed.loaded
+    if server is None:
+        return JSONResponse([])
+    resolved, slots = server.info().resolved, []
+    for number in range(resolved.max_num_seqs):
+        slot = server.slots.find(SlotKey(permissions.slot_owner, number))
+        facts = {"n_ctx": server.max_model_len, "speculative": bool(resolved.drafters)}
+        slots.append({"id": number, **facts, "is_processing": slot.num_open > 0})
+    return JSONResponse(slots)
+
+
+@router.post("/slots/{id_slot}")
+async def change_slot(
+    id_slot: int,
+    request: Request,
+    permissions: PermissionsDep,
+    models: ModelsDep,
+    action: str,
+    body: SlotBody = NO_BODY,
+) -> Response:
+    """Save, restore or erase the prefix of a conversation by a name."""
+    await models.check_fields(body, request)
+    if action not in ("save", "restore", "erase"):
+        raise InvalidRequest(f"action must be save, restore or erase, got {action!r:.80}", "action")
+    if action != "erase" and body.filename is None:
+        raise InvalidRequest(f"{action} needs a filename", "filename")
+    _check_directory(models.find_allowed(body.model, permissions))
+    server = await models.acquire(body.model, permissions, request)
+    server.check_slot(id_slot)
+    key = SlotKey(permissions.slot_owner, id_slot)
+    async with server.slots.lock:
+        if action == "save":
+            answer = await _save(server, key, str(body.filename))
+        elif action == "restore":
+            answer = await _restore(server, key, str(body.filename))
+        else:
+            answer = await _erase(server, key, body.filename)
+    return JSONResponse({"id_slot": id_slot, **answer})
+
+
+def _check_directory(model: ManagedModel) -> None:
+    """Raises Unsupported without a directory of this machine's engines."""
+    if model.config.kv_cache_dir is None:
+        raise Unsupported("slots are saved with --kv-cache-dir DIR, which this server does not have")
+    if model.config.remote_urls:
+        raise Unsupported(
+            "slots are not saved with --replica-urls: their engines have directories of their own"
+        )
+
+
+async def _save(server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
+    started_s, size = time.monotonic(), server.info().resolved.block_size
+    slot = server.slots.find(key)
+    prefix, num_bytes = await _in_thread(server, lambda pins: pins.save(key.owner, name, slot.digests(size)))
+    counts = {"n_saved": len(prefix) * size, "n_written": num_bytes}
+    return {"filename": name, **counts, "timings": {"save_ms": _milliseconds_since(started_s)}}
+
+
+async def _restore(server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
+    started_s, size = time.monotonic(), server.info().resolved.block_size
+    prefix, num_bytes = await _in_thread(server, lambda pins: pins.restore(key.owner, name))
+    server.slots.restore(key, prefix)
+    counts = {"n_restored": len(prefix) * size, "n_read": num_bytes}
+    return {"filename": name, **counts, "timings": {"restore_ms": _milliseconds_since(started_s)}}
+
+
+async def _erase(server: LoadedModel, key: SlotKey, name: str | None) -> dict[str, Any]:
+    """With a name what is saved under it, else the slot alone."""
+    size = server.info().resolved.block_size
+    if name is None:
+        digests = server.slots.find(key).digests(size)
+    else:
+        digests = await _in_thread(server, lambda pins: pins.erase(key.owner, name))
+    server.slots.erase(key)
+    return {"n_erased": len(digests) * size}
+
+
+async def _in_thread(server: LoadedModel, work: Callable[[PinnedPrefixes], T]) -> T:
+    """Work on files, which may wait for the disk. Raises RequestFailed for an error of the file system."""
+
+    def run() -> T:
+        config, files = server.config, server.info().kv_files
+        if files is None:
+            raise RequestFailed("the engine has started without its directory of KV blocks: see the log")
+        folder = Path(str(config.kv_cache_dir)) / files.folder
+        kinds = [BlockFiles(folder / "blocks", files.namespace, files.block_bytes)]
+        if files.state_bytes is not None:
+            kinds.append(BlockFiles(folder / "states", files.namespace, files.state_bytes))
+        return work(PinnedPrefixes(folder, kinds, parse_bytes("kv_cache_disk", config.kv_cache_disk)))
+
+    try:
+        return await run_in_own_thread(run)
+    except OSError as error:
+        raise RequestFailed(f"the directory of KV blocks fails: {error.strerror or error}") from None
+
+
+def _milliseconds_since(start_s: float) -> float:
+    return round((time.monotonic() - start_s) * 1000, 3)

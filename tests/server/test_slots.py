@@ -1,0 +1,146 @@
+"""llama-server's routes of slots, with a real engine and a directory of KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.config.options import Config
+from tests.server.conftest import RunningServer, run_engine, run_server
+from tests.support.checkpoints import write_checkpoint
+
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slots")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[RunningServer]:
+    config = Config(
+        model=str(write_checkpoint(folder / MODEL)),
+        max_model_len=192,
+        max_num_seqs=4,
+        threads=1,
+        speculate="off",
+        api_key="one,two",
+        log_level="warning",
+        kv_cache_dir=str(folder / "kv"),
+    )
+    with run_engine(config) as server:
+        yield server
+
+
+def call(server: RunningServer, method: str, path: str, key: str = "one", **fields: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"json": fields} if fields else {}
+    return server.http.request(method, path, headers=headers, **body)
+
+
+def complete(server: RunningServer, first: int, key: str = "one", **fields: Any) -> dict[str, Any]:
+    body = {"prompt": list(range(first, first + 80)), "max_tokens": 4, "temperature": 0, **fields}
+    answer: dict[str, Any] = call(server, "POST", "/v1/completions", key, **body).raise_for_status().json()
+    return answer
+
+
+def change(server: RunningServer, slot: int, action: str, key: str = "one", **fields: Any) -> httpx.Response:
+    return call(server, "POST", f"/slots/{slot}?action={action}", key, **fields)
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.glob("kv/*/blocks/*/*") if path.suffix != ".tmp"}
+
+
+def test_conversation_of_a_slot_is_saved_restored_and_erased(served: RunningServer, folder: Path) -> None:
+    complete(served, 10, id_slot=2)
+    complete(served, 60, id_slot=1)
+    saved = change(served, 2, "save", filename="talk.bin").raise_for_status().json()
+    assert saved.pop("timings")["save_ms"] > 0 and saved.pop("n_written") > 5 * 64
+    assert saved == {"id_slot": 2, "filename": "talk.bin", "n_saved": 80}
+    (pin,) = folder.glob("kv/*/pins/*")
+    restored = change(served, 3, "restore", filename="talk.bin").raise_for_status().json()
+    assert restored.pop("timings")["restore_ms"] > 0 and restored.pop("n_read") > 5 * 64
+    assert restored == {"id_slot": 3, "filename": "talk.bin", "n_restored": 80}
+    again = change(served, 3, "save", filename="copy").json()
+    assert again["n_saved"] == 80, "a slot has what was restored into it"
+    assert change(served, 3, "erase").json() == {"id_slot": 3, "n_erased": 80}
+    assert change(served, 3, "save", filename="copy").json()["n_saved"] == 0
+    assert pin.exists(), "a slot is erased, not what is saved"
+    before = files_of(folder)
+    assert change(served, 0, "erase", filename="talk.bin").json() == {"id_slot": 0, "n_erased": 80}
+    assert not pin.exists() and len(before - files_of(folder)) == 5
+    gone = change(served, 0, "restore", filename="talk.bin")
+    assert gone.status_code == 400 and gone.json()["error"]["param"] == "filename"
+
+
+def test_request_without_a_slot_is_of_slot_0(served: RunningServer) -> None:
+    complete(served, 100)
+    complete(served, 110, slot_id=1)  # llama-server's older name
+    complete(served, 100, max_tokens=20, id_slot=-1)
+    assert change(served, 0, "save", filename="zero").json()["n_saved"] == 96
+    assert change(served, 1, "save", filename="one").json()["n_saved"] == 80
+
+
+def test_keys_have_slots_and_names_of_their_own(served: RunningServer) -> None:
+    complete(served, 30, id_slot=0)
+    assert change(served, 0, "save", filename="mine").json()["n_saved"] == 80
+    assert change(served, 0, "save", "two", filename="mine").json()["n_saved"] == 0
+    assert change(served, 0, "restore", filename="mine").json()["n_restored"] == 80
+    assert change(served, 0, "erase", "two", filename="mine").json()["n_erased"] == 0
+    for action in ("restore", "erase"):
+        answer, never = (change(served, 0, action, "two", filename=name) for name in ("mine", "never"))
+        assert answer.status_code == never.status_code == 400
+        assert answer.text.replace("mine", "never") == never.text, "as if no one had saved it"
+    assert change(served, 0, "restore", filename="mine").json()["n_restored"] == 80
+
+
+def test_slots_are_listed(served: RunningServer) -> None:
+    slots = call(served, "GET", "/slots").raise_for_status().json()
+    facts = {"n_ctx": 192, "speculative": False, "is_processing": False}
+    assert slots == [{"id": number, **facts} for number in range(4)]
+    assert served.http.get("/slots").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/slots/4?action=save", {"filename": "x"}, "id_slot"),
+        ("/slots/-1?action=save", {"filename": "x"}, "id_slot"),
+        ("/slots/x?action=save", {"filename": "x"}, "id_slot"),
+        ("/slots/0?action=keep", {"filename": "x"}, "action"),
+        ("/slots/0", {"filename": "x"}, "action"),
+        ("/slots/0?action=save", {}, "filename"),
+        ("/slots/0?action=save", {"filename": "../x"}, "filename"),
+        ("/slots/0?action=save", {"filename": 3}, "filename"),
+        ("/slots/0?action=restore", {"filename": "a\0b"}, "filename"),
+        ("/slots/0?action=erase", {"filename": "/etc/passwd"}, "filename"),
+        ("/slots/0?action=erase", {"file": "x"}, "file"),
+        ("/slots/0?action=save", {"filename": "x", "model": "none"}, "model"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(
+    served: RunningServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = call(served, "POST", path, **fields)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_id_of_a_request_is_checked(served: RunningServer) -> None:
+    body = {"prompt": [7] * 20, "max_tokens": 1, "id_slot": 4}
+    answer = call(served, "POST", "/v1/completions", **body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "id_slot"
+
+
+def test_without_a_directory_there_are_no_slots() -> None:
+    with run_server() as server:
+        for answer in (server.http.get("/slots"), server.http.post("/slots/0", params={"action": "erase"})):
+            assert answer.status_code == 400 and "--kv-cache-dir" in answer.json()["error"]["message"]
+        body = {"model": "fake-model", "prompt": "Hi", "id_slot": 99}
+        assert server.http.post("/v1/completions", json=body).status_code == 200, "a hint without effect"
