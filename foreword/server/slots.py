@@ -60,9 +60,11 @@ class SlotTable:
         self._use(key)
 
     def end(self, key: SlotKey, request: Request, output_ids: Sequence[int]) -> None:
-        """The request has ended."""
+        """The request has ended. Without a token of an answer it leaves the slot as it was."""
         slot = self._slots.setdefault(key, Slot(num_open=1))
         slot.num_open -= 1
+        if not output_ids:
+            return
         slot.tokens = array("q", (*request.prompt_ids, *output_ids))
         slot.namespace, slot.restored = request.namespace, []
         slot.images = tuple(image.without_pixels() for image in request.images)

@@ -71,6 +71,9 @@ def test_conversation_of_a_slot_is_saved_restored_and_erased(served: RunningServ
     assert again["n_saved"] == 80, "a slot has what was restored into it"
     assert change(served, 3, "erase").json() == {"id_slot": 3, "n_erased": 80}
     assert change(served, 3, "save", filename="copy").json()["n_saved"] == 0
+    refused = {"prompt": [9] * 500, "max_tokens": 4, "id_slot": 1}
+    assert call(served, "POST", "/v1/completions", **refused).status_code == 400
+    assert change(served, 1, "save", filename="other").json()["n_saved"] == 80, "as it was"
     assert pin.exists(), "a slot is erased, not what is saved"
     before = files_of(folder)
     assert change(served, 0, "erase", filename="talk.bin").json() == {"id_slot": 0, "n_erased": 80}

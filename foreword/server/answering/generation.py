@@ -248,14 +248,19 @@ class Generation:
         self._ticket.release()
         self._ticket = None
         self._count_request()
-        if self._slot is not None:
-            self._server.slots.end(self._slot, self.outputs[0].request, self.outputs[0].token_ids)
+        self._end_slot()
         for output in self.outputs:
             self._server.generations.pop(output.request.id, None)
             if not output.finished and output.request.id not in self._failed:
                 self._server.client.abort(output.request.id)
                 self._server.recorder.on_abort(output.request)
                 self._server.recorder.on_parsed(output.parser)
+
+    def _end_slot(self) -> None:
+        """Before the last delta is sent: a client may save its slot at once."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._server.slots.end(slot, self.outputs[0].request, self.outputs[0].token_ids)
 
     def abort(self, request_id: str, error: ForewordError) -> None:
         """End one choice with an error for its caller; a finished choice stays as it is."""
@@ -298,6 +303,8 @@ class Generation:
         if output.finished:
             self._server.recorder.on_parsed(output.parser)
             self._server.chat_processor.remember(output)
+            if output is self.outputs[0]:
+                self._end_slot()
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)

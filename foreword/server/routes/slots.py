@@ -60,7 +60,7 @@ async def change_slot(
     request: Request,
     permissions: PermissionsDep,
     models: ModelsDep,
-    action: str,
+    action: str = "",
     body: SlotBody = NO_BODY,
 ) -> Response:
     """Save, restore or erase the prefix of a conversation by a name."""
