@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import statistics
 import time
@@ -62,9 +63,9 @@ class KernelBenchSizes:
 
     memory: int = 1 << 28  # bytes of the read that measures bandwidth, at least four times the cache
     working_set: int = 1 << 29  # bytes of copies of one matrix in bfloat16, and of KV caches
-    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    contexts: tuple[int, ...] = (4096, 8192, 32768)
     prompts: tuple[int, ...] = (512, 2048)
-    attention_rows: tuple[int, ...] = (1, 8)
+    attention_rows: tuple[int, ...] = (1, 4, 8)
     row_counts: tuple[int, ...] = (1, 8, 512)
     sampler_rows: tuple[int, ...] = (1, 8)
     experts: ExpertsShape = EXPERTS_SHAPE
@@ -81,7 +82,7 @@ class KernelCase:
     call: Callable[[Any], object]
     repeats: int
     num_bytes: float = 0.0  # read by one operation; 0: memory does not bound it
-    num_ops: float = 0.0  # operations of one call; a multiply-add is two
+    num_ops: float = 0.0  # of one operation; a multiply-add is two
     peak_format: str = ""  # product that bounds it, one of PEAK_TYPES
     prepare: Callable[[], Any] = lambda: None
 
@@ -109,6 +110,15 @@ class CaseTimings:
         """Share of the bandwidth that was read before the same rounds."""
         pairs = zip(self.seconds, self.bandwidths, strict=True)
         return statistics.median(self.case.num_bytes / seconds / bandwidth for seconds, bandwidth in pairs)
+
+    def limit_share(self, peak: float) -> float:
+        """Share of the time that reading and products need at the least, whichever takes longer."""
+        rates = self.bandwidths or [math.inf] * len(self.seconds)
+        products_s = self.case.num_ops / peak
+        return statistics.median(
+            max(products_s, self.case.num_bytes / rate) / seconds
+            for seconds, rate in zip(self.seconds, rates, strict=True)
+        )
 
     def ratio(self, base: CaseTimings) -> float:
         """Time over that of `base`, median over rounds."""
@@ -222,10 +232,13 @@ class KernelCases:
 
         setting = f"attention, {str(dtype).removeprefix('torch.')} KV"
         for context in contexts:
-            size = 2.0 * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+            scale_bytes = 4 if dtype == torch.int8 else 0
+            size = 2.0 * context * shape.kv_heads * (shape.head_dim * dtype.itemsize + scale_bytes)
+            products = 4.0 * shape.heads * shape.head_dim * context
             for count in rows:
                 call, copies = self._timed_copies(forward, layers, count, context - count)
-                yield KernelCase(f"decode at {context}", setting, count, call, copies, size)
+                case = (f"decode at {context}", setting, count, call, copies, size, count * products)
+                yield KernelCase(*case, "bfloat16")
         for length in prompts:
             num_ops = 2.0 * shape.heads * shape.head_dim * length * (length + 1)
             call, copies = self._timed_copies(forward, layers, length)
@@ -448,7 +461,7 @@ def _result(
 
 def _show(result: Mapping[str, Any]) -> None:
     print(", ".join(f"{name} {result[name]}" for name in ("shape", "backend", "threads", "rounds")))
-    columns = ("operation", "rows", "µs", "of 1 row", "GB/s", "of read", "Gop/s", "of peak")
+    columns = ("operation", "rows", "µs", "of 1 row", "GB/s", "of read", "Gop/s", "of peak", "of limit")
     for setting, group in groupby(result["cases"], lambda figure: figure["of"]):
         print_table(setting, columns, [_cells(figure) for figure in group])
     limits = [(f"read, {name}", f"{rate:.1f} GB/s") for name, rate in result["read_gb_s"].items()]
@@ -458,6 +471,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "of read: share of the memory bandwidth that torch read with right before; empty where the data fits "
         "into a cache. Few rows are bound by it.",
         "of peak: share of the product rate of a loop on registers. Many rows are bound by it.",
+        "of limit: the longer of the times that reading and products need at these rates, over the time.",
     )
     print_table("limits in this run", ("limit", "rate"), limits, legend)
 
@@ -476,6 +490,7 @@ def _figures(timings: CaseTimings, single: CaseTimings | None, peaks: Mapping[st
     if case.peak_format:
         figures["gop_s"] = timings.ops_per_s / 1e9
         shares["of_peak"] = timings.ops_per_s, peaks[case.peak_format]
+        shares["of_limit"] = timings.limit_share(peaks[case.peak_format]), 1.0
     for name, (rate, ceiling) in shares.items():
         try:
             figures[name] = checked_share(rate, ceiling)
@@ -492,6 +507,7 @@ def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
         "of_read": "{:.0%}",
         "gop_s": "{:.0f}",
         "of_peak": "{:.0%}",
+        "of_limit": "{:.0%}",
     }
     numbers = (
         "" if name not in figures else VOID if figures[name] is None else text.format(figures[name])

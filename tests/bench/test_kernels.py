@@ -67,6 +67,10 @@ def test_bench_kernels_measures_every_part(isa: str, capsys: pytest.CaptureFixtu
     assert all(case["us"] > 0 for case in cases.values())
     assert cases["linear down", "int8", 1]["ratio"] == 1.0
     assert 0 < cases["linear down", "int8", 3]["of_peak"] <= 1.05
+    decode = cases["decode at 40", "attention, int8 KV", 3]
+    assert decode["gb_s"] * decode["us"] * 1e3 == pytest.approx(2 * 40 * 2 * (8 + 4)), "values and scales"
+    assert decode["gop_s"] * decode["us"] * 1e3 == pytest.approx(3 * 4 * 4 * 8 * 40), "rows share the reading"
+    assert 0 < decode["of_limit"] <= 1.05
     assert not any("of_read" in case for case in cases.values()), "all of it fits into a cache"
 
 
@@ -80,6 +84,14 @@ def test_bench_kernels_measures_one_matrix(
     assert (case["op"], case["of"]) == ("linear 33x64", "float32")
     assert 0 < case["of_read"] < 1e-3
     assert result["read_gb_s"]["best"] == result["read_gb_s"]["median"] == 1e9
+
+
+def test_limit_is_the_longer_of_reading_and_products() -> None:
+    case = KernelCase("decode", "", 4, lambda _: None, 1, num_bytes=600.0, num_ops=200.0)
+    timings = CaseTimings(case, [8.0, 10.0, 12.0], [100.0, 200.0, 300.0])
+    assert timings.limit_share(100.0) == pytest.approx(0.3), "6, 3 and 2 s of 8, 10 and 12"
+    assert timings.limit_share(25.0) == pytest.approx(0.8), "products take 8 s"
+    assert CaseTimings(case, [4.0]).limit_share(100.0) == 0.5, "the data fits into a cache"
 
 
 @pytest.mark.parametrize(("loops", "code"), [((1e3, 1e3), 1), ((1e15, 1e3), 0)])

@@ -104,15 +104,15 @@ class TextDrafter:
         self._never_sampled_ids = frozenset(never_sampled_ids)
         self._library = library
         self._tokens: Sequence[bytes] = ()
+        self._tokenizer_json = ""  # not parsed yet
+        self._encoder: tokenizers.Tokenizer | None = None
         self._index: TextIndex | None = None  # None: the vocabulary is not known yet
         self._texts: dict[str, _TextState] = {}
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Requests that start from now on get drafts."""
         if self._index is None and vocabulary.tokenizer:
-            self._encoder = tokenizers.Tokenizer.from_str(vocabulary.tokenizer)
-            self._encoder.encode_special_tokens = True  # a marker that is spelled in a text is text
-            self._tokens = vocabulary.tokens
+            self._tokenizer_json, self._tokens = vocabulary.tokenizer, vocabulary.tokens
             self._index = TextIndex(self._library, vocabulary)
 
     def start(self, state: RequestState) -> bool:
@@ -150,6 +150,14 @@ class TextDrafter:
         more, products = self._index.propose(text.text_id, new_ids, max_bytes)
         text.token_ids, text.confidence = self._encode(tokens, more, products) if more else ((), ())
 
+    def _parse_tokenizer(self) -> tokenizers.Tokenizer | None:
+        """At the first continuation, since 150,000 tokens take half a second. None: it failed before."""
+        if self._tokenizer_json:
+            json, self._tokenizer_json = self._tokenizer_json, ""
+            self._encoder = tokenizers.Tokenizer.from_str(json)
+            self._encoder.encode_special_tokens = True  # a marker that is spelled in a text is text
+        return self._encoder
+
     def _encode(
         self, tokens: list[int], more: bytes, products: array[float]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -157,9 +165,12 @@ class TextDrafter:
 
         Empty where the tokenizer would not end a token between the two: the output goes on in another way.
         """
+        encoder = self._parse_tokenizer()
+        if encoder is None:
+            return (), ()
         table = self._tokens
         tail = b"".join(map(table.__getitem__, tokens[-TAIL_TOKENS:]))
-        ids = self._encoder.encode((tail + more).decode("utf-8", "ignore"), add_special_tokens=False).ids
+        ids = encoder.encode((tail + more).decode("utf-8", "ignore"), add_special_tokens=False).ids
         at, first = len(more), len(ids)
         while at > 0 and first > 0:
             first -= 1

@@ -18,6 +18,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.structured_output import Vocabulary
 from foreword.kernels.cpu.library import load_library
+from foreword.speculation.drafters import text as text_drafter
 from foreword.speculation.drafters.text import TextDrafter, TextIndex
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -274,6 +275,41 @@ def test_nothing_is_drafted_without_a_tokenizer(library: ctypes.CDLL) -> None:
     state = RequestState(Request("a", (1,), SamplingParams(), 0), 0, 100)
     assert drafter.start(state) is False
     drafter.check(())
+
+
+def test_tokenizer_is_parsed_at_the_first_continuation(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    parse = Backend.from_str
+
+    class Parser:
+        @staticmethod
+        def from_str(text: str) -> Backend:
+            parsed.append(text)
+            return parse(text)
+
+    monkeypatch.setattr(text_drafter.tokenizers, "Tokenizer", Parser)
+    drafter = TextDrafter((), library)
+    drafter.set_vocabulary(VOCABULARY)
+    state = start(drafter, NUMBERED + END)
+    assert draft(drafter, state, "Something else") == ""
+    assert not parsed, "nothing had to be encoded"
+    other = start(drafter, NUMBERED + END, "b")
+    assert draft(drafter, other, "class Square:") != ""
+    assert parsed == [VOCABULARY.tokenizer]
+
+
+def test_tokenizer_that_cannot_be_parsed_fails_once(library: ctypes.CDLL) -> None:
+    """Its error drops the draft; then there are no more."""
+    drafter = TextDrafter((), library)
+    drafter.set_vocabulary(replace(VOCABULARY, tokenizer="{}"))
+    state = start(drafter, NUMBERED + END)
+    state.append(encode("class Square:"))
+    with pytest.raises(Exception, match="Model missing"):
+        drafter.propose([DraftRequest(state, 8)])
+    state.append(encode("\n"))
+    assert drafter.propose([DraftRequest(state, 8)]) == [None]
 
 
 HOSTILE = {

@@ -13,12 +13,14 @@ enum class PeakType : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };  // PEAK_TYPES 
 #if FOREWORD_X86
 constexpr int SUMS = 10;  // at least latency times ports of a multiply-add, and at most the registers of AVX2
 
-// The compiler must not know a value, or it would compute a product once for all rounds.
+// The compiler must not know a value, or it would compute a product once for all rounds, and one of all sums that are equal.
 #define HIDE(value) __asm__ volatile("" : "+v"(value))
 
 #include "common/isa_push_avx2.h"
 double float32_avx2(int64_t rounds) {
     __m256 sums[SUMS] = {}, a = _mm256_setzero_ps();
+#pragma GCC unroll 10
+    for (__m256& sum : sums) HIDE(sum);
     for (int64_t i = 0; i < rounds; i++) {
         HIDE(a);
 #pragma GCC unroll 10
@@ -54,6 +56,8 @@ double bytes_avx2(int64_t rounds) {
 #include "common/isa_push_avx512.h"
 double float32_avx512(int64_t rounds) {
     __m512 sums[SUMS] = {}, a = _mm512_setzero_ps();
+#pragma GCC unroll 10
+    for (__m512& sum : sums) HIDE(sum);
     for (int64_t i = 0; i < rounds; i++) {
         HIDE(a);
 #pragma GCC unroll 10
@@ -66,6 +70,8 @@ double float32_avx512(int64_t rounds) {
 double bfloat16_avx512(int64_t rounds) {
     __m512 sums[SUMS] = {};
     __m512i a = _mm512_setzero_si512();
+#pragma GCC unroll 10
+    for (__m512& sum : sums) HIDE(sum);
     for (int64_t i = 0; i < rounds; i++) {
         HIDE(a);
 #pragma GCC unroll 10
@@ -77,6 +83,8 @@ double bfloat16_avx512(int64_t rounds) {
 
 double bytes_avx512(int64_t rounds) {
     __m512i sums[SUMS] = {}, a = _mm512_setzero_si512();
+#pragma GCC unroll 10
+    for (__m512i& sum : sums) HIDE(sum);
     for (int64_t i = 0; i < rounds; i++) {
         HIDE(a);
 #pragma GCC unroll 10
