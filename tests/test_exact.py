@@ -43,6 +43,7 @@ from tests.support.kernel_rows import RowDependentOps
 from tests.support.quantized_checkpoints import write_quantized
 
 MAX_MODEL_LEN = 127  # one below a block boundary
+HEAD_STEPS = 40  # a head that is trained for longer knows all answers
 QUICK_FAMILIES = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"gemma4-experts": ("gemma4_text", gemma4.EXPERTS)}
 
@@ -296,7 +297,7 @@ def make_family(name: str, path: Path, **overrides: Any) -> Family:
     recording = path / "recording.jsonl"
     recording.write_text("".join(json.dumps(line) + "\n" for line in recorded(plain)))
     texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in recorded(plain)]
-    return Family(model, drafter, recording, plain, train_head(path / "head", model, texts))
+    return Family(model, drafter, recording, plain, train_head(path / "head", model, texts, steps=HEAD_STEPS))
 
 
 def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -356,9 +357,9 @@ def check_acceptance(combination: dict[str, Any], accepted: float) -> None:
     elif combination["speculate"] == "replay 1":
         assert accepted == 0.0
     elif combination["speculate"] == "text":
-        assert accepted < 1.0, "random models repeat few texts, some of them none"
-    elif combination["speculate"] == "eagle3":
-        assert 0.0 < accepted <= 1.0, "a head that has learned the plain answers"
+        assert accepted < 1.0, (
+            "random models repeat few texts, some of them none: the demo's model does below"
+        )
     elif combination["speculate"] != "off":
         assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
 
@@ -384,6 +385,39 @@ def test_equal_with_predictions(family: Family) -> None:
         assert differing(family.plain, outputs_of(llm.generate(prompts_, predicted))) == []
     llm.check()
     assert draft_length == "adaptive" or 0.0 < acceptance(llm) < 1.0
+
+
+CODE = """\
+def mean(values):
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+"""
+NUMBERED = "".join(f"{number:6d}\t{line}\n" for number, line in enumerate(CODE.splitlines(), 1))
+COUNTED = "one two three four five six seven eight nine ten\n"
+
+
+def test_equal_where_answers_copy_text() -> None:
+    """The demo's model repeats code and words, with errors: drafts of `text` are accepted and rejected."""
+    texts = [CODE + "\n" + CODE[:40], NUMBERED + "\n" + CODE[:40], COUNTED * 2 + COUNTED[:8], CODE * 2]
+    prompts_ = [text for text in texts for _ in range(2)]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.4 * (number % 2), seed=number)
+        for number in range(len(prompts_))
+    ]
+
+    def run(speculate: str, **options: Any) -> tuple[LLM, list[dict[str, Any]]]:
+        llm = LLM(speculate=speculate, max_model_len=256, threads=1, test_mode=True, **options)
+        outputs = llm.generate(prompts_, params)
+        llm.check()
+        return llm, outputs_of(outputs)
+
+    crowded = {"max_num_seqs": 16, "max_num_batched_tokens": 24, "kv_cache_memory": "400tokens"}
+    _, plain = run("off", max_num_seqs=1, prefix_caching=False)
+    llm, actual = run("text", draft_length="fixed", **crowded)
+    assert differing(plain, actual) == []
+    assert 0.0 < acceptance(llm) < 1.0
 
 
 PRECISIONS: dict[str, dict[str, str]] = {
