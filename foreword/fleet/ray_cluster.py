@@ -7,6 +7,7 @@ a session with it (--router-timeout). So the loss of Ray's head, or of this proc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import socket
@@ -111,7 +112,8 @@ class RayCluster:
         """Free what a server that ends has reserved."""
         actor = self._supervisors.pop(url, None)
         if actor is not None:
-            self._ray.kill(actor)
+            with contextlib.suppress(self._ray.exceptions.RayError):  # Ray forgot it, with its machine
+                self._ray.kill(actor)
 
     def close(self) -> None:
         self._ray.shutdown()

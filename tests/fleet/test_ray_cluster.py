@@ -124,7 +124,8 @@ def server_pid(url: str) -> int:
 
 
 def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> None:
-    with Fleet(machines.address, 2, 2) as fleet:
+    with contextlib.ExitStack() as stack:
+        fleet = stack.enter_context(Fleet(machines.address, 2, 2))
         wait_until(lambda: fleet.num_ready() == 2)
         dead, num_events = fleet.urls[-1], 0
         node_id = fleet.controller._servers[dead.removeprefix("http://")].node_id
@@ -136,10 +137,10 @@ def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> Non
             if num_events == 5 * NUM_STREAMS:
                 kill_tree(server_pid(dead))
                 machines.remove_node(machine, allow_graceful=False)
+                stack.callback(machines.add_node, **NODE)
 
         assert asyncio.run(ask_all(fleet.router.url, on_event)) == expected
         wait_until(lambda: fleet.num_ready() == 2 and dead not in fleet.urls)
-    machines.add_node(**NODE)
 
 
 def test_waiting_adds_a_server_that_is_drained_later(machines: Any, expected: list[str]) -> None:

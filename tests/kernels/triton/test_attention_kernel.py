@@ -67,6 +67,7 @@ def source(
         "REST": rest,
         "BLOCK_SIZE": 16,
         "WINDOW": 0,
+        "FIRST": 0,
         "SOFTCAP": False,
         "SPLIT": attention.SPLIT,
         "BLOCK_KV": tile.block_kv,
