@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword import LLM, RequestOutput, SamplingParams
 from foreword.kernels.cpu.library import supported_isas
 from tests.support import gemma4_checkpoints as gemma4
+from tests.support.block_heads import train_block_head
 from tests.support.budget import is_full
 from tests.support.checkpoints import (
     FAMILIES,
@@ -42,6 +43,7 @@ from tests.support.heads import train_head
 from tests.support.kernel_rows import RowDependentOps
 from tests.support.quantized_checkpoints import write_quantized
 
+HEADS = ("eagle3", "p-eagle", "dflash")  # a p-eagle head runs as eagle3
 MAX_MODEL_LEN = 127  # one below a block boundary
 HEAD_STEPS = 40  # a head that is trained for longer knows all answers
 QUICK_FAMILIES = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
@@ -55,6 +57,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         "text",
         "draft",
         "eagle3",
+        "p-eagle",
+        "dflash",
         "replay 0",
         "replay 0.5",
         "replay 1",
@@ -195,8 +199,18 @@ class Family:
     drafter: Path
     recording: Path
     plain: list[dict[str, Any]]
-    head: Path
+    heads: Path  # folder of trained heads
     turn: int = 0  # among the families of this run
+
+    def head(self, method: str) -> Path | None:
+        """The trained head that a setting of `speculate` needs, made once."""
+        kind = next((name for name in HEADS if name in method), None)
+        if kind is None or (self.heads / kind).exists():
+            return kind and self.heads / kind
+        texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in recorded(self.plain)]
+        if kind == "eagle3":
+            return train_head(self.heads / kind, self.model, texts, steps=HEAD_STEPS)
+        return train_block_head(self.heads / kind, self.model, texts[::2], kind, steps=HEAD_STEPS)
 
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
@@ -226,7 +240,7 @@ def make_llm(
     method, _, error_rate = combination["speculate"].partition(" ")
     return LLM(
         str(model),
-        speculate=method,
+        speculate=method.replace("p-eagle", "eagle3"),
         draft_length=combination["draft_length"],
         draft_model=None if drafter is None else str(drafter),
         replay_file=str(recording) if method == "replay" else None,
@@ -256,7 +270,7 @@ def answers(
     draft_model = drafter if "draft" in method or method == "auto" else None
     llm = make_llm(
         model,
-        head if "eagle3" in method else draft_model,
+        head if any(kind in method for kind in HEADS) else draft_model,
         recording,
         combination,
         kv_cache_memory="240tokens" if small else "8000tokens",
@@ -296,8 +310,7 @@ def make_family(name: str, path: Path, **overrides: Any) -> Family:
     _, plain = answers(model, drafter, None, PLAIN)
     recording = path / "recording.jsonl"
     recording.write_text("".join(json.dumps(line) + "\n" for line in recorded(plain)))
-    texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in recorded(plain)]
-    return Family(model, drafter, recording, plain, train_head(path / "head", model, texts, steps=HEAD_STEPS))
+    return Family(model, drafter, recording, plain, path / "heads")
 
 
 def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -344,7 +357,7 @@ def test_equal_under_every_setting(family: Family, share: int, pytestconfig: pyt
 
 def check_combination(family: Family, combination: dict[str, Any]) -> None:
     models = family.model, family.drafter, family.recording
-    llm, actual = answers(*models, combination, head=family.head)
+    llm, actual = answers(*models, combination, head=family.head(combination["speculate"]))
     assert differing(family.plain, actual) == [], f"these requests differ from plain decoding: {combination}"
     check_acceptance(combination, acceptance(llm))
 

@@ -237,9 +237,10 @@ def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -
         if not drafter.embedding_parameters:  # its output layer is the model's
             limit = config.mtp_vocab_size if drafter.architecture == "mtp" else 0
             num_rows = min(limit or target.vocab_size, target.vocab_size)
-            num_read += num_rows * drafter.hidden_values_per_token
-        share = num_read / target.active_parameters
-        return CheckResult(True, f"a draft token reads at most {share:.1%} of the model's parameters")
+            num_read += num_rows * drafter.hidden_size
+        share, count = num_read / target.active_parameters, drafter.draft_tokens_per_pass
+        what = "a draft token" if count == 1 else f"a draft of up to {count} tokens"
+        return CheckResult(True, f"{what} reads at most {share:.1%} of the model's parameters")
     warning = draft_size_warning(target.parameters, drafter.parameters)
     if warning is not None:
         return CheckResult(None, f"draft size: {warning}")

@@ -203,8 +203,9 @@ SPECULATIVE_FIELDS_HEADER = """\
 
 | field | here |
 |---|---|
-| `method` | `ngram`, `suffix`, `mtp`, `draft_model` or `eagle3`; `dflash` and others are refused |
+| `method` | `ngram`, `suffix`, `mtp`, `draft_model`, `eagle3` or `dflash`; others are refused |
 | `model` | the draft model or the trained head |
+| `parallel_drafting` | taken with a head, whose config decides; `true` is refused with `draft_model` |
 | `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max` | the flags of these names |
 
 These change nothing, and a start says so:

@@ -13,7 +13,7 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-HEAD_DRAFTERS: Final = ("eagle3", "mtp")  # trained heads, by their method
+HEAD_DRAFTERS: Final = ("eagle3", "dflash", "mtp")  # trained heads, by their method
 DRAFTERS: Final = ("grammar", "prediction", "suffix", "text", "ngram", "draft", *HEAD_DRAFTERS, "replay")
 NATIVE_DRAFTERS: Final = ("suffix", "text")  # need the native library
 AUTO_DRAFTERS: Final = ("grammar", "prediction", "suffix", "text")

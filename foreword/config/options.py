@@ -281,7 +281,7 @@ class Config:
     speculate: str = speculation_option(
         "auto",
         "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, text, ngram, "
-        "draft, eagle3, mtp, replay, module:Class for your own, or the name of an installed one",
+        "draft, eagle3, dflash, mtp, replay, module:Class for your own, or the name of an installed one",
         common=True,
     )
     draft_model: str | None = speculation_option(

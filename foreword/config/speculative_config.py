@@ -24,7 +24,6 @@ IGNORED_SPECULATIVE_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "rejection_sample_method": (("strict", "standard", "block"), "acceptance is always exact"),
     "enforce_eager": ((), "--enforce-eager applies to both models"),
     "max_model_len": ((), "the draft model's own context applies"),
-    "parallel_drafting": ((False,), "tokens are drafted one after the other"),
     "suffix_decoding_max_tree_depth": ((), SUFFIX_SIZES),
     "suffix_decoding_max_cached_requests": ((), SUFFIX_SIZES),
     "suffix_decoding_max_spec_factor": ((), SUFFIX_SIZES),
@@ -77,16 +76,20 @@ def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]
 def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
     changes = {name: given.pop(name) for name in SPECULATIVE_NUMBERS if name in given}
     model, method = given.pop("model", None), given.pop("method", None)
+    is_parallel = given.pop("parallel_drafting", False)
     has_no_model = model in (None, "ngram", "[ngram]")
     if given:
         name = sorted(map(str, given))[0]
-        known = ("method", "model", *SPECULATIVE_NUMBERS)
+        known = ("method", "model", "parallel_drafting", *SPECULATIVE_NUMBERS)
         problem = f"unknown field {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
         raise ConfigError(f"speculative_config: {problem}", "speculative_config")
     if method is None:
         if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
             return changes  # limits of the drafters that `speculate` names
         method = "ngram" if has_no_model else "draft_model"
+    if is_parallel and method not in HEAD_DRAFTERS:
+        problem = f"parallel_drafting can only be false with {method}: only trained heads draft in one pass"
+        raise ConfigError(f"speculative_config: {problem}", "speculative_config")
     if method in ("ngram", "suffix") and has_no_model:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
@@ -98,7 +101,7 @@ def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
         return {**changes, "speculate": "mtp"}
     if method in HEAD_DRAFTERS and isinstance(model, str):
         return {**changes, "speculate": str(method), "draft_model": model}
-    kinds = "ngram, suffix or mtp, or with a model draft_model or eagle3"
+    kinds = "ngram, suffix or mtp, or with a model draft_model, eagle3 or dflash"
     problem = f"method must be {kinds}, got {method!r}"
     if TRAINED_HEADS.search(str(method).lower()) and method not in HEAD_DRAFTERS:
         problem += ": this kind of head is not supported yet"

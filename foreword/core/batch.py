@@ -322,18 +322,23 @@ class KVShape(NamedTuple):
 class HeadShape(NamedTuple):
     """Memory of a trained head for each token of the target."""
 
-    kv: KVShape | None  # of its layer; None: it reads K and V of the target alone
-    hidden_size: int  # W: width of the hidden states that it reads and recycles
+    layers: tuple[KVShape, ...]  # empty: it reads K and V of the target alone
+    hidden_size: int  # W: width of the hidden states that it reads and recycles; 0: none
 
 
 class HeadCache(NamedTuple):
     """Memory of a trained head at the slots of the target's KV cache, and of draft tokens behind them.
 
-    Slot of token p: the hidden state that is read with token p + 1, and K and V of token p.
+    Slot of token p: the hidden state that is read with token p + 1, and K and V of token p. The last hidden
+    state is that of no token: rows of masks read it.
     """
 
-    kv: KVLayer | None
-    hidden: Tensor  # [S, W] of the activations' type
+    layers: tuple[KVLayer, ...]
+    hidden: Tensor  # [S + 1, W] of the activations' type
+
+    @property
+    def mask_slot(self) -> int:
+        return self.hidden.shape[0] - 1
 
 
 class HybridShape(NamedTuple):

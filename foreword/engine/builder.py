@@ -469,10 +469,11 @@ class EngineBuilder:
         )
         calibration = profiler.measure()
         drafters = components.proposer.model_drafters
-        return MeasuredCosts(calibration, {d.name: time_passes(d, resolved.max_num_seqs) for d in drafters})
+        passes = {d.name: time_passes(d, resolved.max_num_seqs * d.tokens_per_pass) for d in drafters}
+        return MeasuredCosts(calibration, passes, tuple(d.name for d in drafters if d.tokens_per_pass > 1))
 
     def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
-        passes = {name: PassCost.from_seconds(seconds) for name, seconds in timings.pass_seconds.items()}
+        passes = PassCost.by_drafter(timings.pass_seconds, timings.one_pass_drafters)
         max_tokens, max_slowdown = self.resolved.num_speculative_tokens, self.config.max_request_slowdown
         options = (timings.calibration, max_tokens, passes, tuple(self.plugins), max_slowdown)
         if self.config.trace is None:

@@ -146,6 +146,19 @@ class DraftJob:
     sampling: DraftSamplingParams
     mrope_offset: int = 0  # position of text minus token index on all axes; see MRopePositions.offset
     fixed_position: int | None = None  # of all rows, instead of the indices of their slots
+    in_one_pass: bool = False  # the last max_tokens of token_ids are all sampled, and no pass follows
+    mask_slot: int | None = None  # all rows but the first read the hidden state of this slot
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of the first pass that are sampled."""
+        return self.max_tokens if self.in_one_pass else int(self.max_tokens > 0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all passes."""
+        later = 0 if self.in_one_pass else max(self.max_tokens - 1, 0)
+        return len(self.token_ids) + later
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +417,7 @@ class Ops(Protocol):
         """
 
     def build_attention_metadata(
-        self, batch: Batch, window: int | None = None, first: int = 0
+        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
     ) -> AttentionMetadata:
         """The part of attention that all layers with these options share in one forward pass."""
 
@@ -419,12 +432,14 @@ class Ops(Protocol):
         metadata: AttentionMetadata | None = None,
         sinks: Tensor | None = None,
         first: int = 0,
+        causal: bool = True,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D], or [T, Hq, Dv] with latent attention; padding rows yield zeros.
 
         Row t attends to the positions of its own request in (positions[t] - window, positions[t]] from
         `first` on, and yields zeros if there are none; scores are capped to softcap * tanh(s / softcap).
-        `metadata` is build_attention_metadata(batch, window, first).
+        Not causal: all rows of a request attend to the positions that its last row attends to.
+        `metadata` is build_attention_metadata(batch, window, first, causal).
         sinks float32 [Hq]: a further score of each head that takes its share of the softmax and has no value.
         """
 

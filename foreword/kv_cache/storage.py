@@ -71,9 +71,9 @@ class KVStorage:
         self.head: HeadCache | None = None
         if head is not None:
             slots += num_draft_blocks * block_size
-            hidden = self._zeros((slots, head.hidden_size), state_dtype)
-            layer = None if head.kv is None else self._make_layer(slots, head.kv, stored)
-            self.head = HeadCache(layer, hidden)
+            hidden = self._zeros((slots + 1, head.hidden_size), state_dtype)
+            kv_layers = tuple(self._make_layer(slots, shape, stored) for shape in head.layers)
+            self.head = HeadCache(kv_layers, hidden)
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
@@ -95,9 +95,9 @@ class KVStorage:
         return CacheImages([tensor for part in states for tensor in (part.tails, part.matrices)], 1)
 
     def _parts(self) -> list[KVLayer | StateLayer]:
-        """Memory of each layer that has its own, and of a trained head's layer."""
+        """Memory of each layer that has its own, and of a trained head's layers."""
         own: list[LayerCache] = list({id(layer): layer for layer in self._layers}.values())
-        own += [] if self.head is None or self.head.kv is None else [self.head.kv]
+        own += [] if self.head is None else self.head.layers
         parts = [part for layer in own for part in (layer if isinstance(layer, HybridLayer) else (layer,))]
         return [part for part in parts if part is not None]
 
@@ -123,7 +123,7 @@ class KVStorage:
         )
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.device != "cpu":
+        if self.device != "cpu" or not math.prod(shape):
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return self._memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 

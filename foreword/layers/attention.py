@@ -28,6 +28,7 @@ class AttentionConfig:
     k_eq_v: bool = False  # values are keys before their norm and RoPE
     has_gate: bool = False  # the output is multiplied by sigmoid(gate), gate [T, Hq, D] after q
     first: int = 0  # first position that is seen
+    causal: bool = True  # as in Ops.attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Attention:
             context.attention_metadata,
             self._sinks,
             config.first,
+            config.causal,
         )
         y = attended.flatten(1)
         if config.has_gate:

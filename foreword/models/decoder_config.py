@@ -44,6 +44,7 @@ class LayerType:
     window: int | None  # tokens; None: full attention
     rope: RopeConfig
     k_eq_v: bool = False  # values are keys before their norm and RoPE, without a projection of their own
+    causal: bool = True  # as in Ops.attention
 
 
 @dataclass(frozen=True, slots=True)

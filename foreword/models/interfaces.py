@@ -44,6 +44,20 @@ class KVCache(Protocol):
         """K and V of one layer, or its state."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """How a head drafts several tokens in one pass: over the last token, and masks behind it."""
+
+    mask_token_id: int
+    max_tokens: int  # of a draft
+    samples_last_token: bool  # its row drafts the first token; else that of the first mask does
+    reads_mask_state: bool  # masks read the hidden state of HeadCache.mask_slot
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_tokens + (not self.samples_last_token)
+
+
 class Head(Protocol):
     """A trained head: it drafts token p + 1 from token p and the target's hidden state at position p - 1.
 
@@ -56,6 +70,10 @@ class Head(Protocol):
     cache_shape: HeadShape
     aux_layers: tuple[int, ...]  # read at their input; the number of layers: output of the last one
     has_fixed_position: bool  # draft rows see the target's tokens alone, from the position of the last one
+
+    @property
+    def block(self) -> BlockDraft | None:
+        """None: each pass drafts one token."""
 
     @property
     def uses_mrope(self) -> bool:

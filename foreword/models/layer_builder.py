@@ -49,14 +49,20 @@ class LayerBuilder:
         weights: Weights,
         lora: LoraLayers,
         head_inputs: int | None = None,
+        first_position: int = 1,
     ) -> None:
-        """weights of layer `index`; head_inputs: of a trained head, width of its attention's input"""
+        """weights of layer `index`
+
+        head_inputs     of a trained head: width of its attention's input; else None
+        first_position  that it sees: by default none sees the first token, which no hidden state precedes
+        """
         self.ops = ops
         self._lora = lora
         self._config = config
         self._precision = precision
         self._index = index
         self._head_inputs = head_inputs
+        self._first_position = 0 if head_inputs is None else first_position
         self._weights = ScaledWeights(weights, config.row_scales) if config.row_scales else weights
 
     def has(self, name: str) -> bool:
@@ -90,11 +96,6 @@ class LayerBuilder:
         shape = kv_shape_of(self.cache_shape)
         assert shape is not None
         return shape
-
-    @property
-    def _first_position(self) -> int:
-        """First position that attention sees; no hidden state comes before the first token of a head."""
-        return int(self._head_inputs is not None)
 
     def attention(self, name: str, fused: str | None = None, out: str = "o_proj") -> Attention:
         """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
@@ -153,6 +154,7 @@ class LayerBuilder:
             k_eq_v=layer_type.k_eq_v,
             has_gate=config.attn_gate,
             first=self._first_position,
+            causal=layer_type.causal,
         )
 
     def latent_attention(self, name: str) -> LatentAttention:

@@ -21,6 +21,7 @@ def describe_model(config: DecoderConfig, num_parameters: int, lora_values_per_r
         dtype=config.dtype,
         parameters=num_parameters,
         vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
         kv_values_per_token=sum(shape.values_per_token for shape in kv_shapes),
         kv_vectors_per_token=sum(shape.vectors_per_token for shape in kv_shapes),
         state_shapes=config.state_shapes,

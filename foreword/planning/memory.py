@@ -73,12 +73,10 @@ class ModelInfo:
     lora_values_per_rank: int = 0  # values of a LoRA adapter for all projections
     state_shapes: tuple[StateShape, ...] = ()  # of layers with state
     unused_parts: tuple[str, ...] = ()  # of the checkpoint, in words
+    hidden_size: int = 0
+    is_head: bool = False  # a trained head, which reads hidden states of another model
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is a trained head, which reads hidden states of another model."""
-        return self.hidden_values_per_token > 0
+    draft_tokens_per_pass: int = 1  # of a trained head
 
     @property
     def active_parameters(self) -> int:

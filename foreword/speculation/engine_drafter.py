@@ -54,6 +54,8 @@ class EngineDrafter(Protocol):
 class ModelBasedDrafter(EngineDrafter, Protocol):
     """A drafter that runs a model: each token costs a forward pass, so it runs only where that pays."""
 
+    tokens_per_pass: int  # for each request, at most; 1: each token costs a pass
+
     def num_pending_rows(self, request: DraftRequest) -> int:
         """Rows to compute before the first draft token, at least 1; 0: images are not encoded yet."""
 

@@ -26,10 +26,11 @@ from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import format_bytes
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
+from tests.support.block_heads import dflash_config, dflash_tensors
 from tests.support.checkpoints import change_config, write_checkpoint, write_json
 from tests.support.engines import load_engine, make_request, run
 from tests.support.gguf_files import Kind, write_gguf
-from tests.support.heads import write_random_head
+from tests.support.heads import write_head, write_random_head
 from tests.support.mtp_checkpoints import write_mtp_checkpoint
 from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import write_vision_checkpoint
@@ -227,6 +228,20 @@ def test_trained_head_is_counted_and_must_fit(tmp_path: Path, capsys: pytest.Cap
     change_config(head, vocab_size=100)
     code, text = check(capsys, str(model), "--draft-model", str(head))
     assert code == 1 and "trained head: the EAGLE-3 head is made for a model with 100 tokens" in text
+
+
+def test_block_head_counts_a_draft_and_the_layers_of_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    config = dflash_config(model)
+    head = write_head(tmp_path / "head", config, dflash_tensors(config))
+    code, text = check(capsys, str(model), "--draft-model", str(head), "--max-num-seqs", "2")
+    assert code == 0 and re.search(r"ok   trained head: dflash, [\d.]+ k parameters in float32, fits", text)
+    assert re.search(r"ok   a draft of up to 7 tokens reads at most [\d.]+% of the model's parameters", text)
+    # 2 requests of 32 draft tokens; K and V of 2 heads of 16 in 2 layers, in float32
+    assert re.search(r"draft tokens +32\.0 KiB  room of the trained head", text)
+    assert "speculation: grammar, prediction, suffix, text, dflash;" in text
 
 
 def test_mtp_head_of_the_model_is_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

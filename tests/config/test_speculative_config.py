@@ -22,6 +22,9 @@ from foreword.errors import ConfigError
         ({"method": "mtp", "num_speculative_tokens": 2}, ("mtp", None, 2, 4)),
         ({"method": "qwen3_next_mtp"}, ("mtp", None, None, 4)),
         ({"method": "eagle3", "model": "head"}, ("eagle3", "head", None, 4)),
+        ({"method": "eagle3", "model": "head", "parallel_drafting": True}, ("eagle3", "head", None, 4)),
+        ({"method": "dflash", "model": "head", "num_speculative_tokens": 15}, ("dflash", "head", 15, 4)),
+        ({"model": "small", "parallel_drafting": False}, ("draft", "small", None, 4)),
         ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
         ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, ("ngram", None, None, 4)),
@@ -50,12 +53,12 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"method": "eagle3"}', "or with a model draft_model or eagle3, got 'eagle3'"),
+        ('{"method": "eagle3"}', "or with a model draft_model, eagle3 or dflash, got 'eagle3'"),
         (
             '{"method": "deepseek_mtp", "model": "m"}',
             "deepseek_mtp takes no model, got 'm': the target brings the head",
         ),
-        ('{"tree": 1}', "'tree'; known: method, model, num_speculative_tokens, prompt_lookup_min, "),
+        ('{"tree": 1}', "'tree'; known: method, model, parallel_drafting, num_speculative_tokens, "),
         (
             '{"rejection_sample_method": "synthetic"}',
             'only be "strict" or "standard" or "block", got "synthetic"',
@@ -64,8 +67,12 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
         ("[" * 100_000, "is not JSON"),
         ("[]", "must be a JSON object"),
         ('{"num_speculative_tokens": "5"}', "num_speculative_tokens must be int"),
+        (
+            '{"method": "draft_model", "model": "m", "parallel_drafting": true}',
+            "parallel_drafting can only be false with draft_model: only trained heads draft in one pass",
+        ),
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
-        ('{"method": "draft_model"}', "or with a model draft_model or eagle3, got 'draft_model'"),
+        ('{"method": "draft_model"}', "or with a model draft_model, eagle3 or dflash, got 'draft_model'"),
     ],
 )
 def test_refused_speculative_config_names_the_accepted_values(text: str, part: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
-from tests.support.scattered_kv import ScatteredKV, agree, check_first
+from tests.support.scattered_kv import ScatteredKV, agree, check_first, check_not_causal
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
@@ -99,6 +99,16 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
     for position in (0, 1, 62, 63, 64, 65, 510, 511, 512, 513, 1022, 1023, 1024, 1025, length - 1):
         rows = [(1, 30, 40), (0, position, position + 1)]
         agree({(0, position): requests.run(others[1], rows, window=window)[0, position]}, whole)
+
+
+@each_isa
+@pytest.mark.parametrize("length", [9, 70, SPLIT + 5])
+def test_rows_that_see_later_rows(isa: str, length: int) -> None:
+    requests, ops = (
+        ScatteredKV([length, 40, 20], 2, 16, torch.float32, torch.float32),
+        cpu_ops_by_threads(isa)[1],
+    )
+    check_not_causal(requests, lambda spans, **o: requests.run(ops, spans, **o), 6, length - 8, length)
 
 
 @each_isa

@@ -16,8 +16,8 @@ from foreword.config.drafters import DRAFTERS, HEAD_DRAFTERS
 from tests.support.tool_checkpoint import WEATHER, call_bias, reasoning_bias
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
-# mtp is the drafter of eagle3 with another head: tests/test_exact_mtp.py
-DRAFTER_COLUMNS = (*(name for name in DRAFTERS if name != "mtp"), "auto")
+# Others are the drafter of eagle3 with another head: tests/test_exact_mtp.py, tests/test_exact.py
+DRAFTER_COLUMNS = (*(name for name in DRAFTERS if name not in ("mtp", "dflash")), "auto")
 # Those of an engine with a draft model, which excludes a trained head
 MODEL_DRAFTERS = tuple(name for name in DRAFTERS if name not in HEAD_DRAFTERS)
 MODEL_COLUMNS = (*MODEL_DRAFTERS, "auto")

@@ -47,7 +47,7 @@ class GraphCapturableOps(ReferenceOps):
         self.decode_ops = DecodeOps()
 
     def build_attention_metadata(  # type: ignore[override]
-        self, batch: Batch, window: int | None = None, first: int = 0
+        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
     ) -> int | None:
         """Only the window: the rest is in the batch."""
         assert batch.request_index is not None
@@ -64,8 +64,9 @@ class GraphCapturableOps(ReferenceOps):
         metadata: int | None = None,
         sinks: Tensor | None = None,
         first: int = 0,
+        causal: bool = True,
     ) -> Tensor:
-        assert not first and batch.request_index is not None and softcap is None and sinks is None
+        assert causal and not first and batch.request_index is not None and softcap is None and sinks is None
         tables = batch.block_tables
         tables = torch.cat((tables, tables.new_zeros(len(tables), MAX_BLOCKS - tables.shape[1])), 1)
         at = torch.arange(CONTEXT_LEN, device=q.device)

@@ -248,7 +248,7 @@ class AuxRecorder:
     """A Head that only keeps the target's hidden states."""
 
     method, uses_mrope = "eagle3", False
-    cache_shape = HeadShape(KVShape(1, 16), 16)
+    cache_shape = HeadShape((KVShape(1, 16),), 16)
 
     def __init__(self, aux_layers: Sequence[int]) -> None:
         self.aux_layers = tuple(aux_layers)

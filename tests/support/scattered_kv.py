@@ -118,6 +118,7 @@ class ScatteredKV:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         """[length - start, heads, Dv]: rows [start, length) of request 0, every step in `dtype`."""
         slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
@@ -131,9 +132,10 @@ class ScatteredKV:
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(length)
-        seen = position[None, :] <= position[start:, None]
+        last = position[start:, None] if causal else torch.full((length - start, 1), length - 1)
+        seen = position[None, :] <= last
         if window is not None:
-            seen &= position[None, :] > position[start:, None] - window
+            seen &= position[None, :] > last - window
         scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, len(seen), 1)), -1)
@@ -146,6 +148,23 @@ class ScatteredKV:
 
 def _values(part: Tensor, scale: Tensor | None) -> Tensor:
     return part.double() if scale is None else part.double() * scale.double()[..., None]
+
+
+def check_not_causal(
+    requests: ScatteredKV, run: Callable[..., Rows], heads: int, start: int, length: int
+) -> None:
+    """Rows [start, length) of request 0 see each other, and no other request; the last as if causal.
+
+    run(spans, **options): outputs of the rows of all spans
+    """
+    spans = [(1, 0, 5), (0, start, length), (2, 3, 9)]
+    for window in (None, length - start + 2, 3):
+        rows = run(spans, window=window, causal=False)
+        expected = requests.textbook(start, length, heads, torch.float64, window, causal=False)
+        actual = torch.stack([rows[0, position] for position in range(start, length)])
+        torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-4)
+        causal = run(spans, window=window)
+        assert all(torch.equal(rows[last], causal[last]) for last in ((0, length - 1), (1, 4), (2, 8)))
 
 
 def check_first(run: Callable[..., Rows], length: int, first: int) -> None:

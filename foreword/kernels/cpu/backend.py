@@ -358,7 +358,9 @@ class CpuOps(NativeSampling, UnfusedOps):
         target = _kv_pointers(cache)
         self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=target, keep_alive=cache, sizes=num_slots)
 
-    def build_attention_metadata(self, batch: Batch, window: int | None = None, first: int = 0) -> None:
+    def build_attention_metadata(
+        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
+    ) -> None:
         """None: the kernel reads the batch itself."""
 
     def attention(
@@ -372,6 +374,7 @@ class CpuOps(NativeSampling, UnfusedOps):
         metadata: None = None,
         sinks: Tensor | None = None,
         first: int = 0,
+        causal: bool = True,
     ) -> Tensor:
         assert first >= 0 and (
             sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2])
@@ -385,7 +388,7 @@ class CpuOps(NativeSampling, UnfusedOps):
             torch.zeros(*q.shape[:2], cache.v.shape[2], dtype=q.dtype),
             target=AttentionLayer(_kv_pointers(cache), None if head_sinks is None else head_sinks.data_ptr()),
             keep_alive=(cache, head_sinks),
-            sizes=(q.shape[1], window or 0, cache.k.shape[0], first),
+            sizes=(q.shape[1], window or 0, cache.k.shape[0], first, not causal),
             scalars=(scale, softcap or 0.0),
             batch=batch,
         )

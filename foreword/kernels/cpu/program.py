@@ -36,7 +36,7 @@ BATCH_SPACES = {
     "prev_slots": AddressSpace.PREV_SLOTS,
 }
 
-JOB_STRUCT = struct.Struct("=7qQ2q4d")  # struct DraftJob
+JOB_STRUCT = struct.Struct("=9qQ2q4d")  # struct DraftJob
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Program:
         assert self._dtype == torch.float32
         call = DraftCall(jobs, block_size)
         inputs = ProgramInputs(block_size=block_size)
-        self._allocate(inputs, call.num_rows, len(jobs))
+        self._allocate(inputs, call.num_rows, max(sum(job.num_sampled for job in jobs), len(jobs)))
         self._run_draft(self._instructions, inputs, call.build_args(never_sampled_ids, self._width))
         return call.read_drafts()
 
@@ -231,8 +231,8 @@ class DraftCall:
         self._draft_logprobs = array("d", bytes(8 * self._num_jobs * self._max_tokens))
         self._draft_lengths = array("q", bytes(8 * self._num_jobs))
         for index, job in enumerate(jobs):
-            rows = len(job.token_ids) + job.max_tokens - (job.max_tokens > 0)
-            assert len(job.block_table) * block_size >= job.start_position + rows, "a row without a slot"
+            end = job.start_position + job.num_rows
+            assert len(job.block_table) * block_size >= end, "a row without a slot"
             self._pack(index, job)
 
     @property
@@ -278,6 +278,8 @@ class DraftCall:
             job.first_draft_index,
             job.max_tokens,
             -1 if job.fixed_position is None else job.fixed_position,
+            job.in_one_pass,
+            -1 if job.mask_slot is None else job.mask_slot,
             sampling.seed,
             sampling.greedy,
             sampling.top_k,

@@ -64,12 +64,9 @@ class QueryTile(NamedTuple):
     first_row: int
     num_rows: int
     start_position: int
+    last_seen: tuple[int, int]  # last position that its first and its last row see
     first_kv_tile: int
     last_kv_tile: int  # inclusive
-
-    @property
-    def end_position(self) -> int:
-        return self.start_position + self.num_rows
 
 
 class SoftmaxState(NamedTuple):
@@ -81,23 +78,25 @@ class SoftmaxState(NamedTuple):
 
 
 def build_attention_metadata(
-    batch: Batch, window: int | None = None, first: int = 0
+    batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
 ) -> ReferenceAttnMetadata:
     """Cut the batch into tiles, and compute the mask of each pair of tiles."""
     assert KV_TILE % batch.block_size == 0
-    tiles = sorted(_iter_query_tiles(batch, window), key=lambda tile: tile.first_kv_tile - tile.last_kv_tile)
+    tiles = sorted(
+        _iter_query_tiles(batch, window, causal), key=lambda tile: tile.first_kv_tile - tile.last_kv_tile
+    )
     blocks_per_tile = KV_TILE // batch.block_size
     tables = F.pad(
         batch.block_tables, (0, -batch.block_tables.shape[1] % blocks_per_tile), value=NULL_BLOCK
     ).view(batch.block_tables.shape[0], -1, blocks_per_tile)
     groups = (tiles[index : index + TILES_PER_GROUP] for index in range(0, len(tiles), TILES_PER_GROUP))
     return ReferenceAttnMetadata(
-        tuple(_build_group(batch, group, tables, window, first) for group in groups), batch.block_size
+        tuple(_build_group(batch, group, tables, window, first, causal) for group in groups), batch.block_size
     )
 
 
 def _build_group(
-    batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None, first: int
+    batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None, first: int, causal: bool
 ) -> TileGroup:
     """tables int64 [B+1, KV tiles, blocks per tile]"""
     padded: list[int] = []
@@ -111,18 +110,23 @@ def _build_group(
         places += range(place, place + tile.num_rows)
         rows += tile_rows
     padded_rows = torch.tensor(padded, dtype=torch.int64, device=tables.device)
-    steps = _iter_kv_steps(tiles, tables, batch.positions[padded_rows].view(-1, Q_TILE), window, first)
+    positions = batch.positions[padded_rows].view(-1, Q_TILE)
+    if not causal:
+        positions = positions.new_tensor([[tile.last_seen[1]] * Q_TILE for tile in tiles])
+    steps = _iter_kv_steps(tiles, tables, positions, window, first)
     return TileGroup(padded_rows, padded_rows.new_tensor(places), padded_rows.new_tensor(rows), tuple(steps))
 
 
-def _iter_query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
+def _iter_query_tiles(batch: Batch, window: int | None, causal: bool) -> Iterator[QueryTile]:
     for request, end in enumerate(batch.seq_lens):
         row = batch.query_start_loc[request]
         start = end - (batch.query_start_loc[request + 1] - row)
         while start < end:
             size = min(Q_TILE - start % Q_TILE, end - start)
-            first_seen = 0 if window is None else max(start - window + 1, 0)
-            yield QueryTile(request, row, size, start, first_seen // KV_TILE, (start + size - 1) // KV_TILE)
+            last_seen = (start, start + size - 1) if causal else (end - 1, end - 1)
+            first_seen = 0 if window is None else max(last_seen[0] - window + 1, 0)
+            kv_tiles = first_seen // KV_TILE, last_seen[1] // KV_TILE
+            yield QueryTile(request, row, size, start, last_seen, *kv_tiles)
             row, start = row + size, start + size
 
 
@@ -163,13 +167,15 @@ def _build_mask(
 
 
 def _is_unmasked(tile: QueryTile, kv_tile: int, window: int | None, first: int) -> bool:
-    in_past = first <= kv_tile * KV_TILE and (kv_tile + 1) * KV_TILE - 1 <= tile.start_position
-    return in_past and (window is None or kv_tile * KV_TILE > tile.end_position - 1 - window)
+    lowest, highest = tile.last_seen
+    in_past = first <= kv_tile * KV_TILE and (kv_tile + 1) * KV_TILE - 1 <= lowest
+    return in_past and (window is None or kv_tile * KV_TILE > highest - window)
 
 
 def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None, first: int) -> bool:
-    ahead = max(kv_tile * KV_TILE, first) > tile.start_position or (kv_tile + 1) * KV_TILE <= first
-    return ahead or (window is not None and (kv_tile + 1) * KV_TILE - 1 <= tile.end_position - 1 - window)
+    lowest, highest = tile.last_seen
+    ahead = max(kv_tile * KV_TILE, first) > lowest or (kv_tile + 1) * KV_TILE <= first
+    return ahead or (window is not None and (kv_tile + 1) * KV_TILE - 1 <= highest - window)
 
 
 def attend(

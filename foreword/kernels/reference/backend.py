@@ -321,9 +321,9 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
                 scales.index_copy_(0, slots, scale)
 
     def build_attention_metadata(
-        self, batch: Batch, window: int | None = None, first: int = 0
+        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
     ) -> ReferenceAttnMetadata:
-        return build_attention_metadata(batch, window, first)
+        return build_attention_metadata(batch, window, first, causal)
 
     def attention(
         self,
@@ -336,8 +336,9 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         metadata: ReferenceAttnMetadata | None = None,
         sinks: Tensor | None = None,
         first: int = 0,
+        causal: bool = True,
     ) -> Tensor:
-        metadata = metadata or build_attention_metadata(batch, window, first)
+        metadata = metadata or build_attention_metadata(batch, window, first, causal)
         return attend(q, cache, metadata, scale, softcap, sinks)
 
     def varlen_attention(

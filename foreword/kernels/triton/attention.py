@@ -57,7 +57,7 @@ class TritonAttnMetadata:
 
     batch: Batch
     window: int | None
-    first: int = 0
+    last_seen: Tensor  # int64 [T]: the last position that each row sees
     # By arguments of plan_launches(); built by the first layer, which knows the number of heads.
     launches: dict[tuple[TileShape, int, int, int], tuple[AttnLaunch, ...]] = field(default_factory=dict)
 
@@ -82,10 +82,9 @@ class TritonAttention:
     _workspace: Tensor | None = None  # float32
 
     def build_attention_metadata(
-        self, batch: Batch, window: int | None = None, first: int = 0
+        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
     ) -> AttentionMetadata:
-        assert batch.request_index is not None
-        return TritonAttnMetadata(batch, window, first)
+        return _build_metadata(batch, window, causal)
 
     def attention(
         self,
@@ -98,9 +97,10 @@ class TritonAttention:
         metadata: AttentionMetadata | None = None,
         sinks: Tensor | None = None,
         first: int = 0,
+        causal: bool = True,
     ) -> Tensor:
         """See Ops.attention; a head of a row that attends to a non-finite value is NaN."""
-        metadata = metadata or TritonAttnMetadata(batch, window, first)
+        metadata = metadata or _build_metadata(batch, window, causal)
         assert q.stride(-1) == 1 and batch.block_tables.is_contiguous()
         assert cache.k.is_contiguous() and (cache.is_latent or cache.v.is_contiguous())
         _, num_heads, _ = q.shape
@@ -132,7 +132,7 @@ class TritonAttention:
             attend[pairs, launch.num_programs](
                 *(q, k, v, cache.k_scale, cache.v_scale, sinks),
                 *(out, partials, split_stats, counters, launch.tiles, batch.request_index),
-                *(batch.positions, tables, tables.shape[0] - 1, tables.shape[1]),
+                *(metadata.last_seen, tables, tables.shape[0] - 1, tables.shape[1]),
                 *(metadata.max_splits, launch.num_columns, q.stride(0), q.stride(1), factor, cap),
                 KV_HEADS=kv_heads,
                 GROUP=group,
@@ -177,6 +177,14 @@ class TritonAttention:
             self._workspace = None
             self._workspace = torch.empty(size, dtype=torch.float32, device=device)
         return self._workspace[: num_columns * dim], self._workspace[num_columns * dim : size]
+
+
+def _build_metadata(batch: Batch, window: int | None, causal: bool) -> TritonAttnMetadata:
+    assert batch.request_index is not None
+    if causal:
+        return TritonAttnMetadata(batch, window, batch.positions)
+    last_rows = batch.request_index.new_tensor([*(max(end - 1, 0) for end in batch.query_start_loc[1:]), 0])
+    return TritonAttnMetadata(batch, window, batch.positions[last_rows[batch.request_index]])
 
 
 def plan_launches(

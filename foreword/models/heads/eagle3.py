@@ -1,4 +1,7 @@
-"""EAGLE-3 heads: one layer over the target's hidden states of three depths. Source: arXiv 2503.01840."""
+"""EAGLE-3 heads: a layer over the target's hidden states of three depths. Source: arXiv 2503.01840.
+
+P-EAGLE heads draft all tokens in one pass: masks stand for the tokens and hidden states not yet known.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, HeadCache, HeadShape
+from foreword.core.batch import Batch, HeadCache, HeadShape, KVLayer
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Embedding, Linear, load_linear
+from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
@@ -21,14 +24,26 @@ from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import KVCache, Precision
+from foreword.models.heads.head_vocabulary import (
+    check_aux_layers,
+    check_draft_vocab,
+    check_ids,
+    check_target,
+    load_embedding,
+    load_lm_head,
+)
+from foreword.models.interfaces import BlockDraft, KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder
+from foreword.models.llama import LlamaLayer
 from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
+NAME = "EAGLE-3"
 NUM_AUX_LAYERS = 3
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# Of the layer: in the original's files, in those of speculators, and in GGUF files by our names
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE: in speculators, and in others
+MASK_TOKENS = 8  # drafted in one pass if the config does not say how many: as published heads are trained
+# Of the first layer: in the original's files, in those of speculators, and in GGUF files by our names
 LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # model types of the layer: all are built as Llama's
 # What training and the training framework write, without effect here
@@ -44,7 +59,7 @@ EAGLE_CONFIG_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Options of a head; `layer` describes its layer as that of a decoder."""
+    """Options of a head; `layer` describes its layers as those of a decoder."""
 
     layer: DecoderConfig
     draft_vocab_size: int
@@ -54,16 +69,19 @@ class Eagle3Config:
     norm_before_fc: bool = False  # one norm over all layers together
     fc_norm: bool = False  # a norm for each layer
     norm_output: bool = False  # the recycled hidden state is normalized (EAGLE-3.1)
+    block: BlockDraft | None = None  # of P-EAGLE
 
     @classmethod
     def read(cls, config: ConfigReader) -> Eagle3Config:
         """config.json in the original's or speculators' format. Raises CheckpointError."""
         section = config.get_section("transformer_layer_config")
         is_original = section is None
+        block = _read_block(config)
         head = config if section is None else config.without(UNUSED_KEYS)
         aux_layers = _read_aux_layers(head)
-        # speculators writes norm_before_residual; readers of its format take true where it is missing
-        options = {"norm_before_residual": head.get_bool("norm_before_residual", not is_original)}
+        # speculators writes norm_before_residual; readers of its format take true where EAGLE-3 lacks it
+        default = not is_original and block is None
+        options = {"norm_before_residual": head.get_bool("norm_before_residual", default)}
         options |= {name: head.get_bool(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
         if options["norm_before_fc"] and options["fc_norm"]:
             raise head.error("fc_norm", "excludes norm_before_fc")
@@ -72,8 +90,8 @@ class Eagle3Config:
         if section is None:
             layer = _read_layer(head)
         else:
-            for key in ("speculators_model_type", "transformer_layer_config"):
-                head.get(key)
+            for key in ("speculators_model_type", "transformer_layer_config", *MASK_KEYS):
+                head.get(key, None)
             head.require_value("tie_word_embeddings", False)
             layer = _read_layer(section.with_defaults({"dtype": head.get_dtype()}))
             head.check_all_read()
@@ -83,17 +101,31 @@ class Eagle3Config:
             target_hidden_size or layer.hidden_size,
             aux_layers,
             **options,
+            block=block,
         )
 
 
 def _read_layer(config: ConfigReader) -> DecoderConfig:
     if config.get("model_type", "llama") not in LAYER_TYPES:
         raise config.error("model_type", f"must be one of {', '.join(LAYER_TYPES)} in a head")
-    _architecture, layer = read_decoder(config, "llama")
-    if len(layer.layer_types) != 1:
-        problem = f"= {len(layer.layer_types)}: heads of one layer run here"
-        raise config.error("num_hidden_layers", problem)
-    return layer
+    return read_decoder(config, "llama")[1]
+
+
+def _read_block(config: ConfigReader) -> BlockDraft | None:
+    """How a P-EAGLE head drafts; None: the head is EAGLE-3."""
+    mask_keys = [key for key in MASK_KEYS if key in config]
+    is_parallel = config.get_bool("parallel_drafting", bool(mask_keys))
+    if not is_parallel and config.get("speculators_model_type", None) != "peagle":
+        return None
+    if not mask_keys:
+        names = ", ".join(MASK_KEYS)
+        raise CheckpointError(f"{config.source}: a P-EAGLE head needs the id of its mask token: {names}")
+    for key in mask_keys:
+        config.get(key)
+    methods = (config.get("speculators_config", None) or {}).get("proposal_methods")
+    method = ConfigReader(methods[0] if methods else {}, f"{config.source}: speculators_config")
+    num_tokens = method.get_int("speculative_tokens", MASK_TOKENS)
+    return BlockDraft(config.get_int(mask_keys[0], low=0), num_tokens, True, True)
 
 
 def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
@@ -116,7 +148,10 @@ def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
 
 
 class Eagle3:
-    """See Head. fc(aux_hidden_states) [T, h] and the embedding of a token become a pair [T, 2h]."""
+    """See Head. fc(aux_hidden_states) [T, h] and the embedding of a token become a pair [T, 2h].
+
+    The first layer reads pairs; others are a decoder's, which then run over all known tokens too.
+    """
 
     method = "eagle3"
     has_fixed_position = False
@@ -136,7 +171,8 @@ class Eagle3:
 
         Raises CheckpointError for a head that does not fit the target.
         """
-        self.aux_layers = check_target(config, target.config)
+        self.aux_layers = _check_target(config, target.config)
+        self.block = config.block
         self._config = config
         self._ops = ops
         self._device = device
@@ -148,25 +184,36 @@ class Eagle3:
         adapters = LoraLayers(None, precision.dtype, device)
         builder = LayerBuilder(ops, layer, precision, 0, body, adapters, 2 * size)
         self._fc = self._load_fc(precision, weights)
+        self._mask_state = None if config.block is None else self._load_mask_state(weights, precision)
         self._embedding_norm, self._hidden_norm = builder.norm("input_layernorm"), builder.norm("hidden_norm")
         self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
         self._mlp = builder.feed_forward()
+        self._later_layers = [
+            LlamaLayer(LayerBuilder(ops, layer, precision, i, outer.prefixed(f"layers.{i}."), adapters, size))
+            for i in range(1, len(layer.layer_types))
+        ]
         self._norm = self._load_norm(outer, "norm", size)
         self._vocab_size = target.vocab_size
-        embedding, self._reads_target_input = self._load_embedding(target, precision, outer)
-        self._embedding = embedding
-        self._lm_head = self._load_lm_head(target, precision, weights)
-        self._vocab_ids = None if vocab_ids is None else check_ids(vocab_ids, target.vocab_size).to(device)
-        self.cache_shape = HeadShape(layer.kv_shapes[0], size)
-        own_rows = layer.vocab_size * outer.has("embed_tokens.weight") + config.draft_vocab_size
+        options = (NAME, target, ops, layer, precision)
+        self._embedding, is_own = load_embedding(*options, outer)
+        scale = target.config.embedding_scale * target.config.input_scale
+        self._reads_target_input = not is_own and scale == 1.0  # the input of the target's first layer
+        self._lm_head = load_lm_head(*options, weights, config.draft_vocab_size)
+        self._vocab_ids = None
+        if vocab_ids is not None:
+            self._vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size).to(device)
+        self.cache_shape = HeadShape(layer.kv_shapes, size)
+        own_rows = layer.vocab_size * is_own + config.draft_vocab_size
         self.info = replace(
             describe_model(layer, weights.num_parameters - before, 0),
             architecture=self.method,
             context_len=target.info.context_len,
             vocab_size=target.vocab_size,
             embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
+            is_head=True,
             hidden_values_per_token=size,
+            draft_tokens_per_pass=1 if config.block is None else config.block.max_tokens,
         )
         self.set_max_model_len(max_model_len)
 
@@ -182,27 +229,40 @@ class Eagle3:
         self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
     ) -> None:
         """See Head."""
-        assert cache.kv is not None
         ops = self._ops
         ops.write_hidden(self._fc(self._join(aux_hidden_states)), cache.hidden, batch.slots)
         if not self._reads_target_input:
             embeddings = self._embedding(batch.token_ids)
-        pair, _ = self._pair(embeddings, batch, cache)
-        self._attention.write_kv(pair, self._context(batch), cache.kv)
+        pair, residual = self._pair(embeddings, batch, cache)
+        contexts = self._contexts(batch)
+        if not self._later_layers:
+            self._attention.write_kv(pair, contexts[0], cache.layers[0])
+            return
+        x = self._first_layer(pair, residual, contexts[0], cache.layers[0])
+        *inner, last = zip(self._later_layers, contexts[1:], cache.layers[1:], strict=True)
+        for layer, context, memory in inner:
+            x = layer(x, context, memory)
+        last[0].write_kv(x, *last[1:])
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """See Head."""
         cache = kv_cache.head
-        assert cache is not None and cache.kv is not None
-        layer = cache.kv
+        assert cache is not None
+        if self._mask_state is not None:
+            parts = [part.expand(self._ops.row_tile, -1) for part in self._mask_state]
+            cache.hidden[cache.mask_slot] = self._fc(self._join(parts))[0]
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops
             pair, residual = self._pair(self._embedding(batch.token_ids), batch, cache)
-            x = self._attention(pair, self._context(batch), layer, residual)
-            x = self._mlp(self._mlp_norm(x), x)
+            contexts = self._contexts(batch)
+            x = self._first_layer(pair, residual, contexts[0], cache.layers[0])
+            later = zip(self._later_layers, contexts[1:], cache.layers[1:], strict=True)
+            for layer, context, memory in later:
+                x = layer(x, context, memory)
             y = self._norm(x)
-            ops.write_hidden(y if self._config.norm_output else x, cache.hidden, batch.slots)
+            if self.block is None:
+                ops.write_hidden(y if self._config.norm_output else x, cache.hidden, batch.slots)
             logits = self._lm_head(ops.index_rows(y, batch.sample_rows))
             if self._vocab_ids is None:
                 return logits
@@ -226,13 +286,24 @@ class Eagle3:
         pair = self._ops.concat((self._embedding_norm(embeddings), normalized))
         return pair, normalized if self._config.norm_before_residual else hidden
 
-    def _context(self, batch: Batch) -> ForwardContext:
-        layer_type = self._config.layer.layer_types[0]
-        metadata = self._ops.build_attention_metadata(batch, layer_type.window, 1)
+    def _first_layer(
+        self, pair: Tensor, residual: Tensor, context: ForwardContext, memory: KVLayer
+    ) -> Tensor:
+        """[T, 2h] -> [T, h]"""
+        x = self._attention(pair, context, memory, residual)
+        return self._mlp(self._mlp_norm(x), x)
+
+    def _contexts(self, batch: Batch) -> list[ForwardContext]:
+        """One for each layer; they differ in their windows."""
+        layer_types = self._config.layer.layer_types
         positions = batch.mrope_positions if self.uses_mrope else batch.positions
         assert positions is not None, "batch without M-RoPE positions"
-        tables = self._rope.cos_sin, self._rope.query_cos_sin
-        return ForwardContext(batch, *tables, metadata, positions, layer_type.rope.mrope_sections)
+        tables, sections = (self._rope.cos_sin, self._rope.query_cos_sin), layer_types[0].rope.mrope_sections
+        windows = dict.fromkeys(each.window for each in layer_types)
+        metadata = {window: self._ops.build_attention_metadata(batch, window, 1) for window in windows}
+        return [
+            ForwardContext(batch, *tables, metadata[each.window], positions, sections) for each in layer_types
+        ]
 
     def _load_fc(self, precision: Precision, weights: Weights) -> Linear:
         """fc, and the norms before it."""
@@ -244,61 +315,27 @@ class Eagle3:
         outputs = {"fc": config.layer.hidden_size}
         return Linear(self._ops, load_linear(self._ops, weights, precision.linear_format, joined, outputs))
 
-    def _load_embedding(
-        self, target: Decoder, precision: Precision, weights: Weights
-    ) -> tuple[Embedding, bool]:
-        """The head's own embedding, or the target's; and whether the target's first input is the same."""
-        config = self._config.layer
-        if weights.has("embed_tokens.weight"):
-            outputs = {"embed_tokens": config.vocab_size}
-            weight = load_linear(self._ops, weights, precision.embedding_format, config.hidden_size, outputs)
-            return Embedding(self._ops, weight, precision.dtype), False
-        if config.hidden_size != target.config.hidden_size:
-            problem = f"has no embed_tokens, and its hidden size {config.hidden_size} is not the model's"
-            raise _misfit(f"{problem}, {target.config.hidden_size}")
-        embedding = Embedding(self._ops, target.embedding_weight, precision.dtype)
-        return embedding, target.config.embedding_scale * target.config.input_scale == 1.0
-
-    def _load_lm_head(self, target: Decoder, precision: Precision, weights: Weights) -> Linear:
-        """The head's own output layer, or the target's."""
-        config, size = self._config, self._config.layer.hidden_size
-        if not weights.has("lm_head.weight") and config.draft_vocab_size == target.vocab_size:
-            if size != target.config.hidden_size:
-                raise _misfit(f"has no lm_head, and its hidden size {size} is not the model's")
-            return target.lm_head
-        outputs = {"lm_head": config.draft_vocab_size}
-        weight = load_linear(self._ops, weights, precision.embedding_format, size, outputs)
-        return Linear(self._ops, weight, torch.float32)
+    def _load_mask_state(self, weights: Weights, precision: Precision) -> list[Tensor]:
+        """`mask_hidden`, in place of the auxiliary hidden states: [1, H] for each layer."""
+        joined = len(self.aux_layers) * self._config.target_hidden_size
+        try:
+            state = weights.tensor("mask_hidden", 1, 1, joined)  # of speculators
+        except CheckpointError:
+            state = weights.tensor("mask_hidden", 1, joined)
+        return list(
+            torch.split(state.view(1, joined).to(precision.dtype), self._config.target_hidden_size, 1)
+        )
 
     def _load_norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
         return RMSNorm(self._ops, weights.tensor(f"{name}.weight", size), self._config.layer.eps)
 
 
-def check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...]:
+def _check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...]:
     """The layers whose input the head reads. Raises CheckpointError for a target of another shape."""
     layer, num_layers = config.layer, len(target.layer_types)
-    if config.target_hidden_size != target.hidden_size:
-        sizes = f"{config.target_hidden_size}, this one has {target.hidden_size}"
-        raise _misfit(f"is made for a model of hidden size {sizes}")
-    if layer.vocab_size != target.vocab_size:
-        sizes = f"{layer.vocab_size} tokens, this one has {target.vocab_size}"
-        raise _misfit(f"is made for a model with {sizes}")
-    if config.draft_vocab_size > layer.vocab_size:
-        raise _misfit(f"has draft_vocab_size {config.draft_vocab_size}, its model {layer.vocab_size} tokens")
+    check_target(NAME, layer, config.target_hidden_size, target)
+    mask_token_id = None if config.block is None else config.block.mask_token_id
+    check_draft_vocab(NAME, layer, config.draft_vocab_size, mask_token_id)
     aux_layers = config.aux_layers or (2, num_layers // 2, num_layers - 3)
-    if not all(0 <= each <= num_layers for each in aux_layers):
-        raise _misfit(f"reads layers {', '.join(map(str, aux_layers))}, the model has {num_layers}")
+    check_aux_layers(NAME, aux_layers, num_layers)
     return aux_layers
-
-
-def check_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """Raises CheckpointError for ids that are outside of the vocabulary, or not unique."""
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise _misfit(f"has d2t with ids outside of the model's vocabulary of {vocab_size}")
-    if len(set(ids.tolist())) < len(ids):
-        raise _misfit("has d2t that maps two of its tokens to the same id")
-    return ids
-
-
-def _misfit(reason: str) -> CheckpointError:
-    return CheckpointError(f"the EAGLE-3 head {reason}", "draft_model")

@@ -73,6 +73,7 @@ class Gemma4Assistant:
     """
 
     method = "mtp"
+    block = None
     has_fixed_position = True
 
     def __init__(
@@ -111,12 +112,13 @@ class Gemma4Assistant:
         rows = {"embed_tokens": layers.vocab_size}
         lm_head = load_linear(ops, body, precision.embedding_format, hidden, rows)
         self._lm_head = Linear(ops, lm_head, torch.float32)
-        self.cache_shape = HeadShape(None, size)
+        self.cache_shape = HeadShape((), size)
         self.info = replace(
             describe_model(layers, weights.num_parameters - before, 0),
             architecture=self.method,
             context_len=target.info.context_len,
             embedding_parameters=layers.vocab_size * hidden,
+            is_head=True,
             hidden_values_per_token=size,
         )
         self.set_max_model_len(max_model_len)

@@ -15,6 +15,7 @@ from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
 from foreword.models.heads import gemma4_assistant
+from foreword.models.heads.dflash import DFlash, DFlashConfig
 from foreword.models.heads.eagle3 import Eagle3, Eagle3Config
 from foreword.models.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from foreword.models.heads.mtp import MTP
@@ -33,14 +34,14 @@ from foreword.weights.gguf.eagle3_file import open_eagle3
 from foreword.weights.gguf.gguf_weights import GGUFWeights, with_memory_info
 from foreword.weights.gguf.header import is_gguf
 from foreword.weights.safetensors_weights import SafetensorsWeights
-from foreword.weights.trained_heads import MTPNames
+from foreword.weights.trained_heads import MTPNames, head_method
 
 # Tensors of training: members of the draft vocabulary, and the target's own output layer
 UNUSED_TENSORS = (
     *("t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
     *gemma4_assistant.UNUSED_TENSORS,
 )
-HeadConfig = Eagle3Config | AssistantConfig
+HeadConfig = Eagle3Config | DFlashConfig | AssistantConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ def _make_head(
     options = (target, ops, precision, weights, device, max_model_len)
     if isinstance(files.config, AssistantConfig):
         return Gemma4Assistant(files.config, *options)
+    if isinstance(files.config, DFlashConfig):
+        return DFlash(files.config, *options, files.vocab_ids)
     return Eagle3(files.config, *options, files.vocab_ids)
 
 
@@ -158,6 +161,8 @@ def _open_files(
         headers = HeaderWeights(files.check_shape, files.has)
         check_all_read = partial(files.check_all_read, UNUSED_TENSORS)
         return _HeadFiles(config, files, headers, _read_vocab_ids(config, files), check_all_read)
+    if head_method(path) != "eagle3":
+        raise CheckpointError(f"{path}: a DFlash head in GGUF: only safetensors are read", "draft_model")
     file = open_eagle3(path)
     config = Eagle3Config.read(ConfigReader(file.options, str(path)))
     heads = config.layer.num_heads, config.layer.kv_shapes[0].heads
@@ -172,7 +177,7 @@ def _dummy_files(path: Path, device: str) -> _HeadFiles:
     config = _read_config(path)
     weights = DummyWeights(device, getattr(torch, config.layer.dtype))
     vocab_size = size = config.layer.vocab_size
-    if isinstance(config, Eagle3Config):
+    if not isinstance(config, AssistantConfig):
         size = config.draft_vocab_size
     vocab_ids = None if size == vocab_size else torch.arange(size) * (vocab_size // size)
     return _HeadFiles(config, weights, MetaWeights(), vocab_ids, lambda: None)
@@ -183,19 +188,19 @@ def _read_config(path: Path) -> HeadConfig:
     config = ConfigReader(read_json(file), str(file))
     if config.get("model_type", None) in gemma4_assistant.MODEL_TYPES:
         return AssistantConfig.read(config)
-    return Eagle3Config.read(config)
+    return DFlashConfig.read(config) if head_method(path) == "dflash" else Eagle3Config.read(config)
 
 
 def _read_vocab_ids(config: HeadConfig, files: SafetensorsWeights) -> Tensor | None:
     """The tensor d2t holds differences to the ids of the draft vocabulary."""
-    if not isinstance(config, Eagle3Config):
+    if isinstance(config, AssistantConfig):
         return None
     size = config.draft_vocab_size
     if not files.has("d2t"):
         if size == config.layer.vocab_size:
             return None
         problem = f"its vocabulary has {size} of the model's {config.layer.vocab_size} tokens"
-        raise CheckpointError(f"the EAGLE-3 head lacks the tensor `d2t`: {problem}", "draft_model")
+        raise CheckpointError(f"the head lacks the tensor `d2t`: {problem}", "draft_model")
     own = torch.arange(size)
     ids = files.ints("d2t", size) + own
     return None if torch.equal(ids, own) and size == config.layer.vocab_size else ids

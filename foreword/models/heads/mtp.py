@@ -31,6 +31,7 @@ class MTP:
     """
 
     method = "mtp"
+    block = None
     has_fixed_position = False
 
     def __init__(
@@ -70,12 +71,13 @@ class MTP:
             self._vocab_ids = torch.arange(size_drafted, device=device)
         kv_shape = config.cache_shapes[0]
         assert isinstance(kv_shape, KVShape)
-        self.cache_shape = HeadShape(kv_shape, size)
+        self.cache_shape = HeadShape((kv_shape,), size)
         self.info = replace(
             describe_model(config, weights.num_parameters - before, 0),
             architecture=self.method,
             context_len=target.info.context_len,
             embedding_parameters=0,
+            is_head=True,
             hidden_values_per_token=size,
         )
 
@@ -90,15 +92,14 @@ class MTP:
         self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
     ) -> None:
         """See Head."""
-        assert cache.kv is not None
         self._ops.write_hidden(self._target.norm(aux_hidden_states[0]), cache.hidden, batch.slots)
-        self._layer.write_kv(self._join(embeddings, batch, cache), self._context(batch), cache.kv)
+        self._layer.write_kv(self._join(embeddings, batch, cache), self._context(batch), cache.layers[0])
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """See Head."""
         cache = kv_cache.head
-        assert cache is not None and cache.kv is not None
-        layer = cache.kv
+        assert cache is not None
+        layer = cache.layers[0]
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops

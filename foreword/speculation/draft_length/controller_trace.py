@@ -51,7 +51,9 @@ class RecordingController(DraftLengthController):
         contexts = calibration.context_cost_first_row, calibration.context_cost_extra_row
         costs = [*curves, *contexts, calibration.request_cost]
         passes = {name: [*cost.seconds.items()] for name, cost in (pass_costs or {}).items()}
-        self._trace = trace.TraceWriter(path, costs, max_tokens, passes, list(plugins), max_slowdown)
+        one_pass = [name for name, cost in (pass_costs or {}).items() if cost.in_one_pass]
+        options = (list(plugins), max_slowdown, one_pass)
+        self._trace = trace.TraceWriter(path, costs, max_tokens, passes, *options)
         for name in TRACED:
             setattr(self, name, self._trace.traced(name, getattr(self, name), _encode))
 
@@ -106,9 +108,12 @@ class _Replayer:
         pass_seconds: Mapping[str, Any],
         plugins: Sequence[str],
         max_slowdown: float,
+        one_pass_drafters: Sequence[str] = (),
     ) -> None:
         all_sampled, one_sampled, *others = costs
-        passes = {name: PassCost.from_seconds(dict(seconds)) for name, seconds in pass_seconds.items()}
+        passes = PassCost.by_drafter(
+            {name: dict(seconds) for name, seconds in pass_seconds.items()}, one_pass_drafters
+        )
         calibration = Calibration(dict(all_sampled), dict(one_sampled), *others)
         self.controller = DraftLengthController(calibration, max_tokens, passes, plugins, max_slowdown)
         self.states: dict[str, RequestState] = {}

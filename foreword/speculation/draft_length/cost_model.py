@@ -50,6 +50,7 @@ class MeasuredCosts:
 
     calibration: Calibration
     pass_seconds: Mapping[str, Mapping[int, float]]  # by model-based drafter and number of rows
+    one_pass_drafters: Sequence[str] = ()  # whose passes draft all tokens at once
 
 
 class CostCurve:
@@ -133,15 +134,24 @@ class PassCost:
 
     seconds: Mapping[int, float]  # measured, by rows
     curve: CostCurve
+    in_one_pass: bool = False  # it drafts all tokens of all requests
 
     @classmethod
-    def from_seconds(cls, seconds: Mapping[int, float]) -> PassCost:
-        return cls(dict(seconds), CostCurve(seconds))
+    def from_seconds(cls, seconds: Mapping[int, float], in_one_pass: bool = False) -> PassCost:
+        return cls(dict(seconds), CostCurve(seconds), in_one_pass)
+
+    @classmethod
+    def by_drafter(
+        cls, seconds: Mapping[str, Mapping[int, float]], one_pass_drafters: Sequence[str]
+    ) -> dict[str, PassCost]:
+        return {name: cls.from_seconds(each, name in one_pass_drafters) for name, each in seconds.items()}
 
     def draft_seconds(self, num_pending_rows: int, num_requests: int, draft_len: int) -> float:
         """Seconds of drafting `draft_len` tokens for all requests, with `num_pending_rows` in total."""
         if not num_requests or not draft_len:
             return 0.0
+        if self.in_one_pass:
+            return self.curve.at(num_pending_rows + num_requests * draft_len)
         first_pass = self.curve.at(max(num_pending_rows, num_requests))
         return first_pass + (draft_len - 1) * self.curve.at(num_requests)
 

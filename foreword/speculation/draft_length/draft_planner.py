@@ -161,7 +161,8 @@ class DraftModelPlanner:
     def _min_prob(self, plan: DraftModelPlan, drafter: str, base_step: BaseStep) -> float:
         """The drafter's confidence below which a further token does not pay for its pass and its row."""
         count = len(plan.requests)
-        pass_cost = self._cost_model.draft_cost(drafter, count, count, 1) / count
+        one, two = (self._cost_model.draft_cost(drafter, count, count, length) for length in (1, 2))
+        pass_cost = (two - one) / count
         row_cost = max(plan.verify_cost - base_step.cost, 0.0) / (count * plan.draft_len)
         return self._acceptance[drafter].to_confidence(plan.rate * (pass_cost + row_cost))
 

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
@@ -182,19 +182,22 @@ class EagerDraftLoop:
             _DraftProgress(request, job, image.positions, image.features, job.token_ids, job.start_position)
             for request, job, image in zip(requests, jobs, images or [NO_IMAGES] * len(jobs), strict=True)
         ]
-        self._run_pass(drafts)
+        logits = self._run_pass(drafts)
         active = [draft for draft in drafts if draft.job.max_tokens]
-        while active := [draft for draft in active if not draft.is_done]:
-            self._run_pass(active)
+        if active and active[0].job.in_one_pass:  # as all jobs
+            self._sample_one_pass(logits, active)
+            active = []
+        while active:
+            self._sample(logits, active)
+            active = [draft for draft in active if not draft.is_done]
+            if active:
+                logits = self._run_pass(active)
         return [DraftTokens(tuple(draft.token_ids), tuple(draft.logprobs)) for draft in drafts]
 
-    def _run_pass(self, drafts: Sequence[_DraftProgress]) -> None:
-        """Compute the pending tokens, and sample the last row of jobs that draft."""
-        sampled = [draft for draft in drafts if draft.job.max_tokens]
+    def _run_pass(self, drafts: Sequence[_DraftProgress]) -> Tensor:
+        """Compute the pending tokens: logits of the rows to sample."""
         chunks = [
-            Chunk(
-                d.pending_ids, d.start, d.job.block_table, int(d.job.max_tokens > 0), d.positions, d.features
-            )
+            Chunk(d.pending_ids, d.start, d.job.block_table, d.job.num_sampled, d.positions, d.features)
             for d in drafts
         ]
         batch = build_batch(
@@ -211,15 +214,42 @@ class EagerDraftLoop:
             fixed = [draft.job.fixed_position or 0 for draft in drafts]
             positions[: len(drafts)] = torch.tensor(fixed, device=positions.device)
             batch = replace(batch, positions=positions)
-        logits = self._forward(batch)
-        if not sampled:
+        if batch.prev_slots is not None and drafts[0].job.mask_slot is not None:  # of all jobs
+            prev_slots = torch.full_like(batch.prev_slots, drafts[0].job.mask_slot)
+            firsts = torch.tensor(batch.query_start_loc[:-1], device=prev_slots.device)
+            batch = replace(batch, prev_slots=prev_slots.index_copy_(0, firsts, batch.prev_slots[firsts]))
+        return self._forward(batch)
+
+    def _sample_one_pass(self, logits: Tensor, drafts: Sequence[_DraftProgress]) -> None:
+        """Sample all tokens of each draft; logits [sum of max_tokens, V]."""
+        starts = list(accumulate((draft.job.max_tokens for draft in drafts), initial=0))
+        if all(only_filters(draft.request.state.request) for draft in drafts):
+            rows = [SampleRow(d.request.state, (0,) * i) for d in drafts for i in range(d.job.max_tokens)]
+            samples = self._sample_rows(logits, rows)
+            for draft, start in zip(drafts, starts, strict=False):
+                for sample in samples[start : start + draft.job.max_tokens]:
+                    if not draft.is_done:
+                        draft.append(*sample)
             return
-        token_ids = self._sampler(logits, [draft.row for draft in sampled], logprobs=False).token_ids
+        active = list(zip(drafts, starts, strict=False))
+        while active:  # token after token: penalties and grammars read those before
+            places = torch.tensor([start + len(draft.token_ids) for draft, start in active])
+            self._sample(logits[places.to(logits.device)], [draft for draft, _ in active])
+            active = [(draft, start) for draft, start in active if not draft.is_done]
+
+    def _sample(self, logits: Tensor, drafts: Sequence[_DraftProgress]) -> None:
+        """Sample the next token of each draft; logits [len(drafts), V]."""
+        samples = self._sample_rows(logits, [draft.row for draft in drafts])
+        for draft, sample in zip(drafts, samples, strict=True):
+            draft.append(*sample)
+
+    def _sample_rows(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[tuple[int, float]]:
+        """Tokens and their log-probabilities; logits [len(rows), V] are overwritten."""
+        token_ids = self._sampler(logits, rows, logprobs=False).token_ids
         # the sampler has overwritten the logits with the distribution that it sampled from
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).clamp(min=0)[:, None]
         values = logits.gather(1, chosen)[:, 0].double() - self._ops.log_sum_exp(logits).double()
-        for draft, token_id, logprob in zip(sampled, token_ids, values.tolist(), strict=True):
-            draft.append(token_id, logprob)
+        return list(zip(token_ids, values.tolist(), strict=True))
 
 
 MAX_WINDOW = 4096  # tokens; older context costs more than it adds to acceptance
@@ -270,6 +300,7 @@ class ModelDrafter:
     """
 
     name = "draft"
+    tokens_per_pass = 1
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Container, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -21,9 +20,11 @@ from foreword.sampling.sampler import Sampler
 from foreword.speculation.drafters.draft_model import DUMMY_STRIDE, TIMED_DRAFT_LEN, EagerDraftLoop
 from foreword.speculation.engine_drafter import DraftRequest
 
+MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary
+
 
 class HeadDrafter:
-    """Drafts for all requests at once, one token each per pass. It keeps nothing of a request.
+    """Drafts for all requests at once, one token each per pass, or all in one. It keeps nothing of a request.
 
     The target's own passes write the head's memory of known tokens. A draft writes to the slots of its
     tokens; those that the request has no blocks for are in scratch blocks: the i-th request of a propose()
@@ -31,7 +32,7 @@ class HeadDrafter:
 
     |<------ blocks of the request ------>|<- strip i ->|     slots
     |<----- computed by the target ----->|<--- draft -->|
-                                    last token: first row of the draft
+                                    last token: first row of the draft, masks behind it if it is one pass
     """
 
     def __init__(
@@ -56,6 +57,14 @@ class HeadDrafter:
         self._strip_size = num_strip_blocks(max_draft_len, kv.block_size)
         self._max_draft_len = max_draft_len
         self._has_fixed_position = head.has_fixed_position
+        self.tokens_per_pass = 1
+        self._block, self._mask_slot = head.block, None
+        if head.block is not None:
+            # Without a row of the last token for the first one, a draft has a row more than tokens
+            room = self._strip_size * kv.block_size - (not head.block.samples_last_token)
+            self._max_draft_len = min(max_draft_len, head.block.max_tokens, room)
+            self.tokens_per_pass = self._max_draft_len
+            self._mask_slot = kv.head.mask_slot if head.block.reads_mask_state else None
 
     def start(self, state: RequestState) -> None:
         pass
@@ -86,24 +95,34 @@ class HeadDrafter:
         return drafts
 
     def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
-        """The mean pass of a draft of several tokens; every row of a head is sampled."""
-        state = RequestState(Request("", (0, 0), SamplingParams(), seed=0), 0, TIMED_DRAFT_LEN + 2)
-        count = min(TIMED_DRAFT_LEN, self._max_draft_len)
-        requests = [DraftRequest(state, count)] * num_sampled
-        blocks = [NULL_BLOCK] * -(-(count + 2) // self._block_size)
-        jobs = [
-            # Tokens differ: rows of the same token would choose the same experts.
-            replace(self._job(request, blocks), token_ids=[row * DUMMY_STRIDE % self._vocab_size])
-            for row, request in enumerate(requests)
-        ]
+        """The mean pass of a draft of several tokens; every row of a head is sampled.
+
+        A head that drafts in one pass: a pass with about `num_rows` rows in all, in drafts as long as can be.
+        """
+        num_requests, count = num_sampled, min(TIMED_DRAFT_LEN, self._max_draft_len)
+        if self._block is not None:
+            most = self._max_draft_len + 1  # rows of a request
+            num_rows = min(num_rows, MAX_PASS_ROWS // most * most)
+            num_requests = -(-num_rows // most)
+            count = max(num_rows // num_requests - 1, 1)
+        state = RequestState(Request("", (0, 0), SamplingParams(), seed=0), 0, count + 3)
+        requests = [DraftRequest(state, count)] * num_requests
+        blocks = [NULL_BLOCK] * -(-(count + 3) // self._block_size)
+        jobs = [self._job(request, blocks) for request in requests]
+        for row, job in enumerate(jobs):  # tokens differ: rows of the same one would choose the same experts
+            job.token_ids = [row * DUMMY_STRIDE % self._vocab_size, *job.token_ids[1:]]
         with torch.inference_mode():
             started = time.perf_counter()
             lengths = [len(draft.token_ids) for draft in self._draft(requests, jobs)]
             seconds = time.perf_counter() - started
-        return seconds / max(*lengths, 1)  # NaN logits end drafts early
+        return seconds / (1 if self._block is not None else max(*lengths, 1))  # NaN logits end drafts early
 
     def _draft(self, requests: Sequence[DraftRequest], jobs: Sequence[DraftJob]) -> list[DraftTokens]:
         """With one DraftLoop call where sampling allows it, the rest pass by pass."""
+        most = len(requests) if self._block is None else MAX_PASS_ROWS // (self._max_draft_len + 1)
+        if len(requests) > most:
+            parts = [slice(start, start + most) for start in range(0, len(requests), most)]
+            return [draft for part in parts for draft in self._draft(requests[part], jobs[part])]
         drafts: dict[int, DraftTokens] = {}
         in_loop = [
             index
@@ -123,23 +142,36 @@ class HeadDrafter:
     def _make_job(self, request: DraftRequest, index: int) -> DraftJob:
         """The job of the request at `index` of a propose(), with its strip."""
         first = self._first_scratch_block + index * self._strip_size
-        length = request.num_tokens + min(request.max_draft_tokens, self._max_draft_len) - 1
+        rows = len(self._token_ids(request)) if self._block is not None else self._length(request)
+        length = request.num_tokens - 1 + rows
         num_blocks = -(-length // self._block_size)
         blocks = [*request.state.blocks[:num_blocks]]
         blocks += range(first, first + num_blocks - len(blocks))
         return self._job(request, blocks)
 
+    def _length(self, request: DraftRequest) -> int:
+        return min(request.max_draft_tokens, self._max_draft_len)
+
+    def _token_ids(self, request: DraftRequest) -> list[int]:
+        """The last token, and the masks of a draft in one pass."""
+        if self._block is None:
+            return [request.state.tokens[-1]]
+        num_masks = self._length(request) - self._block.samples_last_token
+        return [request.state.tokens[-1], *[self._block.mask_token_id] * num_masks]
+
     def _job(self, request: DraftRequest, blocks: Sequence[int]) -> DraftJob:
         state = request.state
         return DraftJob(
-            token_ids=[state.tokens[-1]],
+            token_ids=self._token_ids(request),
             start_position=request.num_tokens - 1,
             block_table=blocks,
             first_draft_index=request.num_tokens,
-            max_tokens=min(request.max_draft_tokens, self._max_draft_len),
+            max_tokens=self._length(request),
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_sampling_params(state.request, self._vocab_size),
             fixed_position=request.num_tokens - 2 if self._has_fixed_position else None,
+            in_one_pass=self._block is not None,
+            mask_slot=self._mask_slot,
             mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,
         )
 

@@ -92,6 +92,10 @@ class ReplayWithDraftModel:
         self._replay.check(live)
         self._draft_model.check(live)
 
+    @property
+    def tokens_per_pass(self) -> int:
+        return self._draft_model.tokens_per_pass
+
     def num_pending_rows(self, request: DraftRequest) -> int:
         return self._draft_model.num_pending_rows(request)
 

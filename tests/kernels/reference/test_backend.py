@@ -17,7 +17,7 @@ from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attentio
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
 from tests.support.budget import examples
 from tests.support.kernel_rows import RowDependentOps
-from tests.support.scattered_kv import Rows, ScatteredKV, agree, check_first
+from tests.support.scattered_kv import Rows, ScatteredKV, agree, check_first, check_not_causal
 
 OPS = ReferenceOps()
 TILE = OPS.row_tile
@@ -340,6 +340,12 @@ def test_masked_non_finite_values_do_not_reach_a_row(poison: float, window: int 
 def test_positions_before_the_first_are_not_seen(first: int):
     requests = ScatteredKV([KV_TILE + 40])
     check_first(lambda spans, **options: requests.run(OPS, spans, **options), KV_TILE + 40, first)
+
+
+@pytest.mark.parametrize("length", [9, 70, KV_TILE + 5])
+def test_rows_that_see_later_rows(length: int) -> None:
+    requests = ScatteredKV([length, 40, 20], 2, 16, torch.float32, torch.float32)
+    check_not_causal(requests, lambda spans, **o: requests.run(OPS, spans, **o), 6, length - 8, length)
 
 
 def test_metadata_can_be_shared_by_layers():

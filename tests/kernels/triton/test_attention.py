@@ -20,7 +20,7 @@ from foreword.kernels.triton.attention import TileShape, TritonAttention, Triton
 from foreword.planning.memory import estimate_memory
 from tests.support.budget import examples
 from tests.support.device import DEVICE
-from tests.support.scattered_kv import Rows, ScatteredKV, Spans, agree, check_first, randn
+from tests.support.scattered_kv import Rows, ScatteredKV, Spans, agree, check_first, check_not_causal, randn
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
@@ -91,6 +91,13 @@ def test_positions_before_the_first_are_not_seen(
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
     cache = cache_of([SPLIT + 20], 2, 16)
     check_first(lambda spans, **options: run(cache, spans, 4, **options), SPLIT + 20, first)
+
+
+@pytest.mark.parametrize("programs", [1, 528])
+def test_rows_that_see_later_rows(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
+    cache = cache_of([SPLIT + 5, 40, 20], 2, 16)
+    check_not_causal(cache, lambda spans, **options: run(cache, spans, 4, **options), 4, SPLIT - 3, SPLIT + 5)
 
 
 def test_heads_of_512_values_match_reference() -> None:

@@ -248,8 +248,8 @@ def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: 
     chains = [runner.chain(len(TEXT), DRAFT) for runner in runners]
     for runner, chain in zip(runners[1:], chains[1:], strict=True):
         for mine, other in zip(
-            (runner.cache.hidden, runner.cache.kv.k, runner.cache.kv.v),
-            (runners[0].cache.hidden, runners[0].cache.kv.k, runners[0].cache.kv.v),
+            (runner.cache.hidden, runner.cache.layers[0].k, runner.cache.layers[0].v),
+            (runners[0].cache.hidden, runners[0].cache.layers[0].k, runners[0].cache.layers[0].v),
             strict=True,
         ):
             assert torch.equal(mine[slots], other[slots])
@@ -280,7 +280,7 @@ def test_first_token_is_never_seen(original: Bed) -> None:
     runner.commit(0, 20)
     before = runner.chain(21, DRAFT)
     first = runner.blocks[0] * BLOCK_SIZE
-    for tensor in (runner.cache.kv.k, runner.cache.kv.v):
+    for tensor in (runner.cache.layers[0].k, runner.cache.layers[0].v):
         tensor[first] = float("nan")
     runner.cache.hidden[0] = float("nan")  # what the first token reads
     assert all(map(torch.equal, runner.chain(21, DRAFT), before))
@@ -296,8 +296,8 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ids in d2t": ({}, {"d2t": lambda x: x + 200}, "outside of the model's vocabulary of 272"),
     "same ids in d2t": ({}, {"d2t": lambda x: x * 0 - torch.arange(90)}, "two of its tokens"),
     "number of layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
-    "option": ({"parallel_drafting": True}, {}, "`parallel_drafting` = true is not supported"),
-    "layers of the head": ({"num_hidden_layers": 2}, {}, "one layer"),
+    "option": ({"parallel_drafting": True}, {}, "needs the id of its mask token"),
+    "layers of the head": ({"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight` .* is missing"),
     "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, qwen2, qwen3"),
     "layers before": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "must be true"),
     "missing tensor": ({}, {"midlayer.hidden_norm.weight": None}, "hidden_norm"),

@@ -134,7 +134,7 @@ def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(path: Path
     chains = [runner.chain(len(TEXT), DRAFT) for runner in runners]
     for runner, chain in zip(runners[1:], chains[1:], strict=True):
         for name in ("k", "v"):
-            mine, other = getattr(runner.cache.kv, name), getattr(runners[0].cache.kv, name)
+            mine, other = getattr(runner.cache.layers[0], name), getattr(runners[0].cache.layers[0], name)
             assert torch.equal(mine[slots], other[slots])
         assert torch.equal(runner.cache.hidden[slots], runners[0].cache.hidden[slots])
         assert all(map(torch.equal, chain, chains[0]))

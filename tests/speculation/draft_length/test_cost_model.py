@@ -155,6 +155,14 @@ def test_draft_seconds_of_a_model() -> None:
     assert passes.draft_seconds(0, 0, 2) == passes.draft_seconds(5, 1, 0) == 0.0
 
 
+def test_draft_in_one_pass_costs_its_rows() -> None:
+    """The last token of each request, and its masks."""
+    costs = PassCost.by_drafter({"one": {1: 1.0, 8: 2.0, 16: 4.0}, "more": {1: 1.0}}, ["one"])
+    assert costs["one"].draft_seconds(2, 2, 3) == pytest.approx(2.0)
+    assert costs["one"].draft_seconds(4, 4, 3) == pytest.approx(4.0)
+    assert costs["more"].draft_seconds(1, 1, 3) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize(
     ("params", "kind"),
     [

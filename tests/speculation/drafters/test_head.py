@@ -15,6 +15,8 @@ from torch import Tensor
 from foreword.core.outputs import ErrorEvent
 from foreword.engine.engine import Engine
 from foreword.errors import CheckpointError, ConfigError
+from foreword.weights.trained_heads import head_method
+from tests.support.block_heads import read_reference, train_block_head
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of, verified_drafts
 from tests.support.heads import (
@@ -155,6 +157,65 @@ def test_controller_measures_the_passes_of_the_head(trained: Trained) -> None:
     timings = engine.proposer.timings
     assert timings is not None and set(timings.pass_seconds) == {"eagle3"}
     assert all(seconds > 0 for seconds in timings.pass_seconds["eagle3"].values())
+    run(engine, requests())
+
+
+@pytest.fixture(scope="module", params=["p-eagle", "dflash"])
+def trained_block(
+    request: pytest.FixtureRequest, trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    """A head that drafts in one pass, for the same target."""
+    path = tmp_path_factory.mktemp("block") / "head"
+    head = train_block_head(path, trained.model, trained.texts[::2], request.param)
+    return Trained(trained.model, head, trained.texts)
+
+
+def block_engine(trained: Trained, **options: Any) -> Engine:
+    return engine_with(trained.model, trained.head, **({"speculate": head_method(trained.head)} | options))
+
+
+def expected_blocks(trained: Trained, text: Sequence[int], num_prompt: int) -> Drafts:
+    """As expected_drafts(), of a head that drafts in one pass: a block depends on its length."""
+    reference = read_reference(trained.model, trained.head)
+    layers = (1, 2) if "dflash_config" in reference.config else (0, 1, 2)
+    (aux,) = record_aux_hidden_states(trained.model, [text], layers)
+    blocks = [reference.blocks(aux, text, count).argmax(-1).tolist() for count in range(1, DRAFT_LEN + 1)]
+    drafts, length = [], num_prompt + 1
+    while (count := min(DRAFT_LEN, len(text) - length - 1)) > 0:
+        draft = blocks[count - 1][length - 1]
+        accepted = next((i for i in range(count) if draft[i] != text[length + i]), count)
+        drafts.append((count, accepted))
+        length += accepted + 1
+    return drafts
+
+
+def test_acceptance_of_blocks_is_that_of_the_reference(trained_block: Trained) -> None:
+    """As above; penalties are sampled outside of the native loop, and change no greedy token here."""
+    expected = [
+        expected_blocks(trained_block, text, len(prompt))
+        for text, prompt in zip(trained_block.texts, PROMPTS, strict=True)
+    ]
+    for options, params in (
+        ({}, {}),
+        ({"block_size": 4}, {}),
+        ({}, {"repetition_penalty": 1.0001}),
+        ({"cpu_isa": "reference"}, {}),
+    ):
+        engine = block_engine(trained_block, **options)
+        events = run(engine, requests(**params))
+        for n, text in enumerate(trained_block.texts):
+            assert tokens_of(events[str(n)]) == text[len(PROMPTS[n]) :]
+            assert verified_drafts(events[str(n)]) == expected[n], (options, params)
+    known, others = (sum(map(num_accepted, expected[first::2])) for first in (0, 1))
+    assert known > 5 * others, "it knows every other text"
+
+
+def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) -> None:
+    engine = block_engine(trained_block, draft_length="adaptive", max_num_seqs=2)
+    (name,) = [drafter.name for drafter in engine.proposer.model_drafters]
+    timings = engine.proposer.timings
+    assert timings is not None and [*timings.one_pass_drafters] == [name]
+    assert max(timings.pass_seconds[name]) == 2 * DRAFT_LEN
     run(engine, requests())
 
 

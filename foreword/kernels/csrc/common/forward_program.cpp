@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "attention/linear_by_head.h"
 #include "experts/experts.h"
@@ -296,13 +297,26 @@ private:
         cpu_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
     }
 
-    // in: q; object: AttentionLayer; sizes: heads, window, slots of the cache, first position; numbers: scale, softcap
+    // in: q; object: AttentionLayer; sizes: heads, window, slots of the cache, first position, whether rows see later rows;
+    // numbers: scale, softcap
     void attention(const Instruction& c) {
         const auto& [kv, sinks] = *static_cast<const AttentionLayer*>(c.object);
-        cpu_.attention_(context_, {kv, ints(AddressSpace::POSITIONS),
+        cpu_.attention_(context_, {kv, c.sizes[4] != 0 ? last_positions() : ints(AddressSpace::POSITIONS),
                                    ints(AddressSpace::BLOCK_TABLES), ints(AddressSpace::QUERY_START_LOC),
                                    inputs_.num_requests, inputs_.table_width, inputs_.block_size, c.type, rows(c.in[0]),
                                    rows(c.out), c.sizes[0], c.sizes[1], c.sizes[3], c.numbers[0], c.numbers[1], sinks});
+    }
+
+    // For each row, the position of its request's last row.
+    const int64_t* last_positions() {
+        if (last_positions_.empty()) {
+            const int64_t* starts = ints(AddressSpace::QUERY_START_LOC);
+            last_positions_.resize(inputs_.num_rows);
+            for (int64_t i = 0; i < inputs_.num_requests; i++)
+                std::fill(last_positions_.begin() + starts[i], last_positions_.begin() + starts[i + 1],
+                          ints(AddressSpace::POSITIONS)[std::max<int64_t>(starts[i + 1], 1) - 1]);
+        }
+        return last_positions_.data();
     }
 
     // out: x, in place; sizes: width; numbers: cap
@@ -412,6 +426,7 @@ private:
 
     CpuContext& cpu_;
     Context context_;
+    std::vector<int64_t> last_positions_;  // empty until they are read
 };
 
 InputError CpuContext::run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs) {

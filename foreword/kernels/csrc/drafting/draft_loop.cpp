@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "sampling/sampler.h"
@@ -14,6 +15,7 @@ constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 // A job that drafts.
 //   computed  tokens whose K and V are cached: the position of the next one
+//   sampled   rows sampled by this pass, each for the next draft token
 //   sum       of the log-probabilities so far
 struct JobState {
     const DraftJob* job;
@@ -21,7 +23,7 @@ struct JobState {
     int64_t* draft_ids;
     double* logprobs;
     int64_t* length;
-    int64_t computed;
+    int64_t computed, sampled;
     double sum;
     bool ended;
 };
@@ -38,20 +40,22 @@ public:
         query_start_loc_.assign(1, 0);
     }
 
-    // Append the next tokens of one request; `sampled`: its last row is sampled.
-    void add(const JobState& request, const int64_t* token_ids, int64_t count, bool sampled) {
+    // Append the next tokens of one request.
+    void add(const JobState& request, const int64_t* token_ids, int64_t count) {
         const int64_t* blocks = request.blocks;
+        const int64_t mask_slot = request.job->mask_slot;
         token_ids_.insert(token_ids_.end(), token_ids, token_ids + count);
         for (int64_t position = request.computed; position < request.computed + count; position++) {
             positions_.push_back(request.job->fixed_position < 0 ? position : request.job->fixed_position);
             mrope_positions_.insert(mrope_positions_.end(), NUM_AXES, position + request.job->mrope_offset);
             slots_.push_back(slot(blocks, position));
-            prev_slots_.push_back(position > 0 ? slot(blocks, position - 1) : 0);
+            const bool is_mask = mask_slot >= 0 && position > request.computed;
+            prev_slots_.push_back(is_mask ? mask_slot : position > 0 ? slot(blocks, position - 1) : 0);
         }
         tables_.insert(tables_.end(), blocks, blocks + request.job->num_blocks);
         tables_.resize(query_start_loc_.size() * inputs_.table_width);
         query_start_loc_.push_back(static_cast<int64_t>(token_ids_.size()));
-        if (sampled) sample_rows_.push_back(query_start_loc_.back() - 1);
+        for (int64_t i = request.sampled; i > 0; i--) sample_rows_.push_back(query_start_loc_.back() - i);
     }
 
     const ProgramInputs& inputs() {
@@ -101,8 +105,9 @@ public:
             const DraftJob& job = draft_.jobs[i];
             const int64_t row = i * draft_.max_tokens;
             JobState request = {&job, blocks, draft_.draft_ids + row, draft_.draft_logprobs + row,
-                                draft_.draft_lengths + i, job.start_position, 0, false};
+                                draft_.draft_lengths + i, job.start_position, 0, 0, false};
             *request.length = 0;
+            request.sampled = job.in_one_pass != 0 ? job.max_tokens : job.max_tokens > 0;
             add(request, token_ids, job.num_tokens);
             if (job.max_tokens > 0) active_.push_back(request);
             token_ids += job.num_tokens;
@@ -130,12 +135,14 @@ private:
     // Each row has a slot in the block table, and each draft token a place in the results.
     bool fits(const DraftJob& job) const {
         if (job.num_tokens < 1 || job.max_tokens < 0 || job.max_tokens > draft_.max_tokens || job.num_blocks < 0) return false;
-        const int64_t slots = job.num_blocks * batch_.block_size(), rows = job.num_tokens + std::max<int64_t>(job.max_tokens - 1, 0);
+        if (job.in_one_pass != 0 && job.max_tokens > job.num_tokens) return false;
+        const int64_t later = job.in_one_pass != 0 ? 0 : std::max<int64_t>(job.max_tokens - 1, 0);
+        const int64_t slots = job.num_blocks * batch_.block_size(), rows = job.num_tokens + later;
         return 0 <= job.start_position && job.start_position <= slots - rows && -1 <= job.fixed_position && job.fixed_position < slots;
     }
 
     void add(JobState& request, const int64_t* token_ids, int64_t count) {
-        batch_.add(request, token_ids, count, request.job->max_tokens > 0);
+        batch_.add(request, token_ids, count);
         request.computed += count;
     }
 
@@ -143,25 +150,37 @@ private:
         const ProgramInputs& inputs = batch_.inputs();
         if (const InputError error = cpu_.run(program_.instructions, program_.count, inputs); error != InputError::NONE) return error;
         const auto* logits = reinterpret_cast<const float*>(inputs.spaces[static_cast<int>(AddressSpace::OUTPUT)]);
+        std::vector<std::pair<const JobState*, int64_t>> rows;  // and the index of the row's draft token
+        for (const JobState& request : active_)
+            for (int64_t i = 0; i < request.sampled; i++) rows.emplace_back(&request, *request.length + i);
         each_row(&cpu_, logits, inputs.num_sampled, draft_.vocab_size,
-                 [&](Row row, int64_t r, int thread) { extend(active_[r], row, thread); });
+                 [&](Row row, int64_t r, int thread) { sample(*rows[r].first, rows[r].second, row, thread); });
+        for (JobState& request : active_) accept(request);
         const auto ended = [](const JobState& request) { return request.ended; };
         active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
         return InputError::NONE;
     }
 
-    void extend(JobState& request, Row row, int thread) const {
+    void sample(const JobState& request, int64_t index, Row row, int thread) const {
         const DraftJob& job = *request.job;
         process(job, row, thread);
-        const Key key = {job.seed, static_cast<uint32_t>(job.first_index + *request.length)};
+        const Key key = {job.seed, static_cast<uint32_t>(job.first_index + index)};
         const int64_t token_id = sample_row(row, key, job.greedy != 0);
-        request.ended = token_id < 0;
-        if (request.ended) return;
-        const double logprob = static_cast<double>(row.values[token_id]) - static_cast<double>(log_sum_exp_row(row));
-        request.draft_ids[*request.length] = token_id;
-        request.logprobs[*request.length] = logprob;
-        request.sum += logprob;
-        request.ended = ++*request.length == job.max_tokens || request.sum < job.min_logprob_sum;
+        request.draft_ids[index] = token_id;
+        if (token_id < 0) return;
+        request.logprobs[index] = static_cast<double>(row.values[token_id]) - static_cast<double>(log_sum_exp_row(row));
+    }
+
+    // The draft grows by the tokens of this pass, up to its end.
+    static void accept(JobState& request) {
+        const DraftJob& job = *request.job;
+        for (int64_t i = 0; i < request.sampled && !request.ended; i++) {
+            const int64_t index = *request.length;
+            request.ended = request.draft_ids[index] < 0;
+            if (request.ended) return;
+            request.sum += request.logprobs[index];
+            request.ended = ++*request.length == job.max_tokens || request.sum < job.min_logprob_sum;
+        }
     }
 
     // The steps of sampling/logits_processors.py that a draft supports, in their order.

@@ -14,9 +14,11 @@ namespace foreword {
 //   first_index      absolute index of the first draft token: the counter of its noise
 //   max_tokens       draft tokens at most; 0: only compute the known tokens
 //   fixed_position   position of all rows, instead of the indices of their slots; -1: none
+//   in_one_pass      the last max_tokens known tokens are masks or the last token: each is sampled in the first pass
+//   mask_slot        slot of the hidden state that all rows but the first read; -1: those before them
 //   min_logprob_sum  stop once the sum of log-probabilities is below this
 struct DraftJob {
-    int64_t num_tokens, start_position, num_blocks, mrope_offset, first_index, max_tokens, fixed_position;
+    int64_t num_tokens, start_position, num_blocks, mrope_offset, first_index, max_tokens, fixed_position, in_one_pass, mask_slot;
     uint64_t seed;
     int64_t greedy, top_k;
     double min_logprob_sum, temperature, top_p, min_p;

@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 /** Drafters in the order of the legend; those of plug-ins share the last style. */
 export const DRAFTERS = ["suffix", "draft", "prediction", "grammar", "ngram", "replay", "text"];
 
-const HEADS = ["eagle3", "mtp"]; // run instead of a draft model, in its style
+const HEADS = ["eagle3", "dflash", "mtp"]; // run instead of a draft model, in its style
 
 export const styleOf = drafter => HEADS.includes(drafter) ? "draft" : DRAFTERS.includes(drafter) ? drafter : "other";
 

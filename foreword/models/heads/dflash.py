@@ -1,0 +1,299 @@
+"""DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from foreword.core.batch import Batch, HeadCache, HeadShape
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import Ops
+from foreword.layers.attention import ForwardContext
+from foreword.layers.linear import Linear, load_linear
+from foreword.layers.lora import LoraLayers
+from foreword.layers.rope import Rope
+from foreword.layers.weights import Weights
+from foreword.models.architectures import read_decoder
+from foreword.models.decoder import Decoder
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.heads.head_vocabulary import (
+    check_aux_layers,
+    check_draft_vocab,
+    check_ids,
+    check_target,
+    load_embedding,
+    load_lm_head,
+    misfit,
+)
+from foreword.models.interfaces import BlockDraft, KVCache, Precision
+from foreword.models.layer_builder import LayerBuilder, build_norm
+from foreword.models.llama import LlamaLayer
+from foreword.models.model_info import describe_model
+from foreword.weights.config_reader import ConfigReader
+
+NAME = "DFlash"
+BLOCK_SIZE = 16
+UNUSED_KEYS = ("has_no_defaults_at_init", "speculators_config", "speculators_version")
+# Methods with DFlash's layers, and what they add
+EXTENSIONS = {
+    "dflash2": "a candidate selector and convolutions (DFlash2)",
+    "dspark": "a Markov head and a confidence head (DSpark)",
+}
+OPTIONS_KEY = "dflash_config"
+OWN_KEYS = (
+    *(OPTIONS_KEY, "block_size", "is_causal", "is_neox_style", "add_swa_attention_sink_bias"),
+    *("draft_vocab_size", "target_hidden_size", "num_target_layers"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Options of a head; `layer` describes its layers as those of a decoder."""
+
+    layer: DecoderConfig
+    aux_layers: tuple[int, ...]  # as in Head
+    block: BlockDraft
+    draft_vocab_size: int
+    target_hidden_size: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    num_target_layers: int | None = None  # None: the config does not say
+
+    @classmethod
+    def read(cls, config: ConfigReader) -> DFlashConfig:
+        """config.json in the original's or speculators' format. Raises CheckpointError."""
+        _refuse_extensions(config)
+        if "transformer_layer_config" in config:
+            return cls._read_speculators(config.without(UNUSED_KEYS))
+        return cls._read_original(config)
+
+    @classmethod
+    def _read_original(cls, config: ConfigReader) -> DFlashConfig:
+        """`target_layer_ids` name layers by their output, which is the next one's input."""
+        own = config.get_section(OPTIONS_KEY)
+        if own is None:
+            raise config.error(OPTIONS_KEY, "is missing")
+        aux_layers = tuple(each + 1 for each in _read_layers(own, "target_layer_ids"))
+        size = own.get_int("block_size", config.get_int("block_size", BLOCK_SIZE, low=2), low=2)
+        block = BlockDraft(_read_mask(own), size - 1, samples_last_token=False, reads_mask_state=False)
+        causal = config.get("is_causal", own.get("causal", None))
+        if causal not in (None, True, False):
+            raise config.error("is_causal", f"must be true or false, got {causal!r:.60}")
+        for key, reader in (("attention_sink_bias", own), ("add_swa_attention_sink_bias", config)):
+            reader.require_value(key, False)
+        own.require_value("use_aux_hidden_state", True)
+        config.require_value("is_neox_style", True)
+        draft_vocab_size = config.get_optional_int("draft_vocab_size")
+        target_hidden_size = config.get_optional_int("target_hidden_size")
+        num_target_layers = config.get_optional_int("num_target_layers")
+        embedding_scale = own.get_float("input_embedding_scale", 1.0)
+        logit_scale = own.get_float("output_multiplier", 1.0)
+        softcap = own.get_optional_float("final_logit_softcapping")
+        layer = _read_layers_config(_with_windows(config, own), causal, block)
+        own.check_all_read()
+        return cls(
+            layer,
+            aux_layers,
+            block,
+            draft_vocab_size or layer.vocab_size,
+            target_hidden_size or layer.hidden_size,
+            embedding_scale,
+            logit_scale,
+            softcap,
+            num_target_layers,
+        )
+
+    @classmethod
+    def _read_speculators(cls, config: ConfigReader) -> DFlashConfig:
+        """`aux_hidden_state_layer_ids` name layers by their input."""
+        section = config.get_section("transformer_layer_config")
+        assert section is not None
+        config.get("speculators_model_type", None)
+        config.require_value("tie_word_embeddings", False)
+        aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
+        size = config.get_int("block_size", 8, low=2)
+        samples_last = config.get_bool("sample_from_anchor", False)
+        block = BlockDraft(_read_mask(config), size - (not samples_last), samples_last, False)
+        # Windows see what comes later in the block only with this option
+        causal = False if config.get_bool("sliding_window_non_causal", False) else None
+        draft_vocab_size = config.get_optional_int("draft_vocab_size")
+        target_hidden_size = config.get_optional_int("target_hidden_size")
+        layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, block)
+        config.check_all_read()
+        vocab_size = draft_vocab_size or layer.vocab_size
+        return cls(layer, aux_layers, block, vocab_size, target_hidden_size or layer.hidden_size)
+
+
+class DFlash:
+    """See Head. Its memory are K and V of each layer, of the fused auxiliary hidden states at known tokens.
+
+    A draft is one pass over the last token and masks behind it, which see each other.
+    """
+
+    method = "dflash"
+    has_fixed_position = False
+    uses_mrope = False
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        target: Decoder,
+        ops: Ops,
+        precision: Precision,
+        weights: Weights,
+        device: str,
+        max_model_len: int,
+        vocab_ids: Tensor | None,
+    ) -> None:
+        """vocab_ids int64 [draft vocabulary]: the target's id of each logit; None: the same ids.
+
+        Raises CheckpointError for a head that does not fit the target.
+        """
+        layers, size, block = config.layer, config.layer.hidden_size, config.block
+        check_target(NAME, layers, config.target_hidden_size, target.config)
+        num_layers = len(target.config.layer_types)
+        if config.num_target_layers not in (None, num_layers):
+            counts = f"{config.num_target_layers} layers, this one has {num_layers}"
+            raise misfit(NAME, f"is made for a model of {counts}")
+        check_aux_layers(NAME, config.aux_layers, num_layers)
+        check_draft_vocab(NAME, layers, config.draft_vocab_size, block.mask_token_id)
+        self.aux_layers, self.block = config.aux_layers, block
+        self._config = config
+        self._ops = ops
+        self._device = device
+        self._vocab_size = target.vocab_size
+        before = weights.num_parameters
+        joined = len(config.aux_layers) * config.target_hidden_size
+        self._fc = Linear(ops, load_linear(ops, weights, precision.linear_format, joined, {"fc": size}))
+        self._hidden_norm = build_norm(ops, layers, weights, "hidden_norm")
+        adapters = LoraLayers(None, precision.dtype, device)
+        builders = [
+            LayerBuilder(
+                ops, layers, precision, i, weights.prefixed(f"layers.{i}."), adapters, size, first_position=0
+            )
+            for i in range(len(layers.layer_types))
+        ]
+        self._attentions = [builder.attention("self_attn") for builder in builders]
+        self._layers = [LlamaLayer(b, mixer) for b, mixer in zip(builders, self._attentions, strict=True)]
+        self._norm = build_norm(ops, layers, weights, "norm").scaled(config.logit_scale)
+        options = (NAME, target, ops, layers, precision, weights)
+        self._embedding, is_own = load_embedding(*options, config.embedding_scale)
+        self._lm_head = load_lm_head(*options, config.draft_vocab_size)
+        self._vocab_ids = None
+        if vocab_ids is not None:
+            self._vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size).to(device)
+        self.cache_shape = HeadShape(layers.kv_shapes, 0)
+        own_rows = layers.vocab_size * is_own + config.draft_vocab_size
+        self.info = replace(
+            describe_model(layers, weights.num_parameters - before, 0),
+            architecture=self.method,
+            context_len=target.info.context_len,
+            vocab_size=target.vocab_size,
+            embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
+            is_head=True,
+            draft_tokens_per_pass=block.max_tokens,
+        )
+        self.set_max_model_len(max_model_len)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Prepare for contexts of this length, whatever the head's own limit: positions are relative."""
+        self._rope = Rope(self._config.layer.layer_types[0].rope, max_model_len, self._device)
+
+    def commit(
+        self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
+    ) -> None:
+        """See Head."""
+        x = self._hidden_norm(self._fc(self._ops.concat(aux_hidden_states)))
+        contexts = self._contexts(batch)
+        for attention, context, memory in zip(self._attentions, contexts, cache.layers, strict=True):
+            attention.write_kv(x, context, memory)
+
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
+        """See Head."""
+        cache = kv_cache.head
+        assert cache is not None
+
+        def draft(batch: Batch) -> Tensor:
+            ops = self._ops
+            x = self._embedding(batch.token_ids)
+            contexts = self._contexts(batch)
+            for layer, context, memory in zip(self._layers, contexts, cache.layers, strict=True):
+                x = layer(x, context, memory)
+            logits = self._lm_head(self._norm(ops.index_rows(x, batch.sample_rows)))
+            if self._config.logit_softcap is not None:
+                logits = ops.softcap(logits, self._config.logit_softcap)
+            if self._vocab_ids is None:
+                return logits
+            return ops.expand_vocab(logits, self._vocab_ids, self._vocab_size)
+
+        return self._ops.compile(draft)
+
+    def _contexts(self, batch: Batch) -> list[ForwardContext]:
+        """One for each layer; they differ in what their attention sees."""
+        layer_types = self._config.layer.layer_types
+        kinds = dict.fromkeys((each.window, each.causal) for each in layer_types)
+        metadata = {
+            (window, causal): self._ops.build_attention_metadata(batch, window, 0, causal)
+            for window, causal in kinds
+        }
+        tables = self._rope.cos_sin, self._rope.query_cos_sin
+        return [
+            ForwardContext(batch, *tables, metadata[each.window, each.causal], batch.positions)
+            for each in layer_types
+        ]
+
+
+def _refuse_extensions(config: ConfigReader) -> None:
+    names = [config.get("speculators_model_type", None), *(config.get("architectures", None) or ())]
+    text = " ".join(map(str, names)).lower()
+    for name, parts in EXTENSIONS.items():
+        if name in text:
+            raise CheckpointError(f"{config.source}: the head has {parts}, which are not supported here")
+
+
+def _read_layers(config: ConfigReader, key: str) -> tuple[int, ...]:
+    values: Any = config.get(key)
+    if not isinstance(values, list) or not values or not all(type(each) is int for each in values):
+        raise config.error(key, f"must be a list of layers, got {values!r:.60}")
+    return tuple(values)
+
+
+def _read_mask(config: ConfigReader) -> int:
+    if "mask_token_id" not in config:
+        raise config.error("mask_token_id", "is missing: a block of masks is what the head drafts from")
+    return config.get_int("mask_token_id", low=0)
+
+
+def _with_windows(config: ConfigReader, own: ConfigReader) -> ConfigReader:
+    """`use_swa`: all layers have a window, if `layer_types` gives none of them one."""
+    types = config.get("layer_types", None) or []
+    window = own.get_optional_int("swa_window_size", config.get_optional_int("sliding_window", low=0))
+    uses_window = own.get_bool("use_swa", False)
+    if not uses_window or "sliding_attention" in types:
+        return config.without(OWN_KEYS)
+    if not window:
+        raise own.error("use_swa", "needs swa_window_size or sliding_window")
+    sliding = ["sliding_attention"] * config.get_int("num_hidden_layers")
+    options = {"use_sliding_window": True, "sliding_window": window, "layer_types": sliding}
+    return config.without((*OWN_KEYS, *options)).with_defaults(options)
+
+
+def _read_layers_config(config: ConfigReader, causal: bool | None, block: BlockDraft) -> DecoderConfig:
+    """causal: of all layers; None: layers with a window are, others see the whole block.
+
+    A window counts from the block's end where rows see all of it, so it is longer by the block.
+    """
+    config.require_value("model_type", "qwen3")
+    layers = read_decoder(config, "qwen3")[1]
+    types = []
+    for each in layers.layer_types:
+        is_causal = each.window is not None if causal is None else causal
+        window = each.window
+        if window is not None and not is_causal:
+            window += block.max_rows
+        types.append(replace(each, window=window, causal=is_causal))
+    return replace(layers, layer_types=tuple(types), takes_lora=False)

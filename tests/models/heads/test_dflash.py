@@ -1,0 +1,387 @@
+"""DFlash heads on random weights: logits equal the reference, for each layout that files have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foreword.core.batch import Chunk, build_batch
+from foreword.errors import CheckpointError
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.heads.head_loader import load_head, read_head_info
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
+from tests.support.block_heads import (
+    MASK_ID,
+    BlockReference,
+    ReferenceDFlash,
+    ReferencePEagle,
+    dflash_config,
+    dflash_tensors,
+    p_eagle_config,
+    p_eagle_tensors,
+)
+from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
+from tests.support.cpu_kernels import isas_under_test
+from tests.support.heads import AUX_LAYERS, add_vocab, head_tensors, record_aux_hidden_states, write_head
+
+BLOCK_SIZE = 8  # of the cache
+COUNT = 7
+DRAFT_SIZE = 90
+TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
+LENGTHS = (2, 3, 8, 9, 33, len(TEXT))
+BACKENDS = ("reference", *isas_under_test())
+SWA = {"sliding_window": 12, "use_sliding_window": True}
+SPECULATORS = {
+    "speculators_version": "0.9.0",
+    "speculators_config": {
+        "algorithm": "another",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": COUNT}],
+        "verifier": {"name_or_path": "another"},
+    },
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A head's files: changes of its config, and what it computes."""
+
+    kind: str = "dflash"
+    speculators: bool = False
+    draft_size: int | None = None  # None: the target's vocabulary
+    own_embedding: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)  # of dflash_config, or of speculators
+    reference: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, bool] = field(default_factory=dict)  # of head_tensors()
+
+
+LAYOUTS = {
+    "original": Layout(),
+    "original, windows in some layers": Layout(
+        config={**SWA, "layer_types": ["sliding_attention", "full_attention"]},
+        reference={"windows": (12, None), "causal": (True, False)},
+    ),
+    "original, windows in all layers": Layout(
+        own={"use_swa": True, "swa_window_size": 12, "causal": True, "output_multiplier": 0.5},
+        reference={"windows": (12, 12), "causal": (True, True), "logit_scale": 0.5},
+    ),
+    "original, causal": Layout(
+        config={"is_causal": True},
+        own={"final_logit_softcapping": 3.0},
+        reference={"causal": (True, True), "softcap": 3.0},
+    ),
+    "original, own embedding and vocabulary": Layout(
+        draft_size=DRAFT_SIZE, own_embedding=True, config={"draft_vocab_size": DRAFT_SIZE}
+    ),
+    "speculators": Layout(speculators=True, draft_size=DRAFT_SIZE),
+    "speculators, windows": Layout(
+        speculators=True,
+        config={**SWA, "layer_types": ["sliding_attention", "full_attention"]},
+        own={"sliding_window_non_causal": True, "sample_from_anchor": True, "block_size": COUNT},
+        reference={"windows": (12, None), "samples_anchor": True},
+    ),
+    "P-EAGLE": Layout("p-eagle", draft_size=DRAFT_SIZE, own={"pard_token": MASK_ID}),
+    "P-EAGLE, layers": Layout(
+        "p-eagle",
+        own_embedding=True,
+        config={"num_hidden_layers": 3},
+        own={"parallel_drafting": True, "ptd_token_id": MASK_ID},
+    ),
+    "P-EAGLE, speculators": Layout(
+        "p-eagle",
+        speculators=True,
+        draft_size=DRAFT_SIZE,
+        config={"num_hidden_layers": 2},
+        own={"fc_norm": True},
+        options={"fc_norm": True, "qk_norm": True},
+    ),
+}
+
+
+@dataclass
+class Bed:
+    """A target, a head, and their reference."""
+
+    model: Path
+    path: Path
+    reference: BlockReference
+
+    @property
+    def rows(self) -> int:
+        """Of a draft of COUNT tokens."""
+        anchored = isinstance(self.reference, ReferencePEagle) or self.reference.samples_anchor
+        return COUNT + (not anchored)
+
+
+def make_bed(folder: Path, layout: Layout) -> Bed:
+    model = write_checkpoint(folder / "model", "llama", seed=3)
+    weights = load_file(model / "model.safetensors")
+    embedding, lm_head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    is_dflash = layout.kind == "dflash"
+    make_config = dflash_config if is_dflash else p_eagle_config
+    config = make_config(model, **layout.config)
+    if is_dflash:
+        tensors = dflash_tensors(config, seed=5)
+    else:
+        prefix = {"prefix": "layers.0."} if layout.speculators else {}
+        tensors = p_eagle_tensors(config, seed=5, **layout.options, **prefix)
+    if layout.draft_size:
+        add_vocab(tensors, config["vocab_size"], layout.draft_size)
+        sizes = {**config, "draft_vocab_size": layout.draft_size}
+        tensors["lm_head.weight"] = lm_head = head_tensors(sizes, seed=6)["lm_head.weight"]
+    elif "lm_head.weight" in tensors:
+        lm_head = tensors["lm_head.weight"]
+    if layout.own_embedding:
+        tensors["embed_tokens.weight"] = embedding = embedding.flip(0).contiguous()
+    path = write_head(folder / "head", written_config(config, layout), tensors)
+    if is_dflash:
+        return Bed(model, path, ReferenceDFlash(config, tensors, embedding, lm_head, **layout.reference))
+    options = {"options": layout.options, "later": [*range(1, config["num_hidden_layers"])]}
+    if layout.speculators:
+        options["prefix"] = "layers.0."
+    return Bed(model, path, ReferencePEagle(config, tensors, embedding, lm_head, **options))
+
+
+def written_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    if not layout.speculators:
+        if layout.kind == "dflash":
+            return {**config, "dflash_config": {**config["dflash_config"], **layout.own}}
+        return {key: value for key, value in config.items() if key != "pard_token"} | {
+            **layout.own,
+            "draft_vocab_size": layout.draft_size,
+        }
+    own = ("eagle_config", "dflash_config", "architectures", "block_size", "num_target_layers", "pard_token")
+    layer = {key: value for key, value in config.items() if key not in own}
+    size = {"draft_vocab_size": layout.draft_size or config["vocab_size"], "mask_token_id": MASK_ID}
+    if layout.kind == "dflash":
+        aux = {"aux_hidden_state_layer_ids": list(AUX_LAYERS[1:]), "block_size": COUNT + 1}
+        kind = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", **aux}
+    else:
+        layer |= {"model_type": "qwen3", "attention_bias": False}
+        aux = {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "embed_requires_grad": True}
+        kind = {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", **aux}
+    return {**SPECULATORS, **kind, **size, **layout.own, "transformer_layer_config": layer}
+
+
+class Runner:
+    """A target with its head on one backend, and a request in shuffled blocks with scratch blocks behind."""
+
+    def __init__(self, bed: Bed, ops: Ops, max_len: int = 128) -> None:
+        precision = Precision.from_dtypes("float32")
+        self.bed, self.ops = bed, ops
+        self.target = load_model(bed.model, ops, precision, "cpu", max_len)
+        self.head = self.target.head = load_head(bed.path, self.target, ops, precision, "cpu", max_len)
+        num_blocks = max_len // BLOCK_SIZE
+        options = {"head": self.head.cache_shape, "num_draft_blocks": 4}
+        self.kv = KVStorage(num_blocks, BLOCK_SIZE, self.target.cache_shapes, "float32", **options)
+        assert self.kv.head is not None
+        self.cache = self.kv.head
+        self.forward = self.target.compile_logits(self.kv)
+        self.draft = self.head.compile_draft(self.kv)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+        self.blocks = (order + 1).tolist()
+        self.scratch = [num_blocks + 1 + i for i in range(4)]
+
+    def commit(self, start: int, end: int) -> None:
+        """A pass of the target over TEXT[start:end]."""
+        self.run(self.forward, [Chunk(TEXT[start:end], start, self.blocks, 1)])
+
+    def job(self, length: int) -> DraftJob:
+        """A draft of COUNT tokens after TEXT[:length], of which the target has computed all but one."""
+        greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        block = self.head.block
+        assert block is not None
+        token_ids = [TEXT[length - 1], *[block.mask_token_id] * (self.bed.rows - 1)]
+        blocks = [*self.blocks[: -(-length // BLOCK_SIZE)], *self.scratch[:2]]
+        slot = self.cache.mask_slot if block.reads_mask_state else None
+        options = {"in_one_pass": True, "mask_slot": slot}
+        return DraftJob(token_ids, length - 1, blocks, length, COUNT, -1e9, greedy, **options)
+
+    def block(self, length: int) -> Tensor:
+        """Logits [COUNT, V] of the draft."""
+        job = self.job(length)
+        return self.run(self.draft, [Chunk(job.token_ids, length - 1, job.block_table, COUNT)], job.mask_slot)
+
+    def run(self, forward: Any, chunks: Sequence[Chunk], mask_slot: int | None = None) -> Tensor:
+        batch = build_batch(
+            chunks, BLOCK_SIZE, self.ops.row_tile, "cpu", with_request_index=True, with_prev_slots=True
+        )
+        if mask_slot is not None:
+            assert batch.prev_slots is not None
+            batch.prev_slots[1:] = mask_slot
+        with torch.inference_mode():
+            return forward(batch).clone()
+
+
+def make_ops(name: str) -> Ops:
+    return ReferenceOps() if name == "reference" else CpuOps(name)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    return make_bed(tmp_path_factory.mktemp("head"), LAYOUTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    return make_bed(tmp_path_factory.mktemp("original"), LAYOUTS["original"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> None:
+    runner = Runner(bed, make_ops(backend))
+    aux_layers = AUX_LAYERS[1:] if isinstance(bed.reference, ReferenceDFlash) else AUX_LAYERS
+    assert runner.head.aux_layers == aux_layers
+    (aux,) = record_aux_hidden_states(bed.model, [TEXT], aux_layers)
+    expected, done = bed.reference.blocks(aux, TEXT, COUNT), 0
+    for length in LENGTHS:
+        runner.commit(done, length - 1)  # over slots of the draft before
+        done = length - 1
+        actual, logits = runner.block(length), expected[length - 1]
+        ids = [bed.reference.target_id(index) for index in range(logits.shape[1])]
+        torch.testing.assert_close(actual[:, ids], logits, rtol=1e-3, atol=1e-3, msg=f"after {length}")
+        others = torch.ones(actual.shape[1], dtype=torch.bool).index_fill_(0, torch.tensor(ids), False)
+        assert actual[:, others].isneginf().all()
+
+
+@pytest.mark.parametrize("isa", isas_under_test())
+def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
+    """Two requests at once, one of which ends its draft early."""
+    runner, whole, part = Runner(bed, CpuOps(isa)), len(TEXT), 3 * BLOCK_SIZE + 1
+    draft, logits, logprobs = runner.draft, {}, {}
+    assert isinstance(draft, DraftLoop)
+    for length in (part, whole):
+        runner.commit(0, whole - 1)  # over the slots of drafts
+        logits[length] = runner.block(length)
+        logprobs[length] = logits[length].log_softmax(-1).amax(-1).tolist()
+    jobs = [runner.job(whole), runner.job(part)]
+    jobs[1].block_table = [*runner.blocks[:3], *runner.scratch[2:]]  # not over slots that the other reads
+    jobs[1].min_logprob_sum = (sum(logprobs[part][:2]) + sum(logprobs[part][:3])) / 2
+    drafts = draft.draft(jobs, BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+    for length, tokens, count in zip((whole, part), drafts, (COUNT, 3), strict=True):
+        assert list(tokens.token_ids) == logits[length].argmax(-1)[:count].tolist()
+        assert tokens.logprobs == pytest.approx(logprobs[length][:count], abs=1e-4)
+
+
+@pytest.mark.parametrize("isa", isas_under_test())
+def test_noise_of_a_row_is_that_of_its_token(original: Bed, isa: str) -> None:
+    """The target samples token `position` with the same noise, so that more of a block is accepted."""
+    runner, length, ops = Runner(original, CpuOps(isa)), 30, CpuOps(isa)
+    runner.commit(0, length - 1)
+    job, logits = runner.job(length), runner.block(length)
+    job.sampling = DraftSamplingParams(seed=7, greedy=False, temperature=9.0, top_k=0, top_p=1.0, min_p=0.0)
+    (tokens,) = runner.draft.draft([job], BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+    ops.apply_temperature(logits, torch.full((COUNT,), 9.0))
+    seeds, positions = torch.full((COUNT,), 7), torch.arange(length, length + COUNT)
+    expected = ops.sample(logits, seeds, positions, torch.zeros(COUNT, dtype=torch.bool))
+    assert list(tokens.token_ids) == expected.tolist() != logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: Bed, backend: str) -> None:
+    """One pass, chunks, and single rows after another draft in the same slots leave the same bits."""
+    runners = [Runner(original, make_ops(backend)) for _ in range(3)]
+    end = len(TEXT) - 1
+    runners[0].commit(0, end)
+    for start in range(0, end, 7):
+        runners[1].commit(start, min(start + 7, end))
+    for position in range(end):
+        if position:
+            runners[2].block(position + 1)
+        runners[2].commit(position, position + 1)
+    slots = [block * BLOCK_SIZE + i for block in runners[0].blocks for i in range(BLOCK_SIZE)][:end]
+    blocks = [runner.block(len(TEXT)) for runner in runners]
+    for runner, block in zip(runners[1:], blocks[1:], strict=True):
+        for mine, other in zip(runner.cache.layers, runners[0].cache.layers, strict=True):
+            assert torch.equal(mine.k[slots], other.k[slots]) and torch.equal(mine.v[slots], other.v[slots])
+        assert torch.equal(block, blocks[0])
+
+
+def test_gguf_file_is_refused_by_name(original: Bed, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dflash")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="a DFlash head in GGUF: only safetensors are read"):
+        read_head_info(tmp_path / "head.gguf", original.model)
+
+
+def test_requests_of_a_pass_do_not_see_each_other(original: Bed) -> None:
+    runner = Runner(original, make_ops(BACKENDS[-1]))
+    runner.commit(0, len(TEXT) - 1)
+    alone = runner.block(len(TEXT))
+    job, other = runner.job(len(TEXT)), runner.job(len(TEXT))
+    chunks = [
+        Chunk([5, MASK_ID, MASK_ID], 2, [runner.scratch[3]], 1),
+        Chunk(job.token_ids, len(TEXT) - 1, other.block_table, COUNT),
+    ]
+    assert torch.equal(runner.run(runner.draft, chunks)[1:], alone)
+
+
+MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "hidden size": ("original", {"target_hidden_size": 96}, {}, "hidden size 96, this one has 64"),
+    "vocabulary": ("original", {"vocab_size": 300}, {}, "300 tokens, this one has 272"),
+    "layers of the target": (
+        "original",
+        {"num_target_layers": 36},
+        {},
+        "a model of 36 layers, this one has 2",
+    ),
+    "layers": ("speculators", {"aux_hidden_state_layer_ids": [1, 3]}, {}, "layers 1, 3, the model has 2"),
+    "no layers": ("speculators", {"aux_hidden_state_layer_ids": []}, {}, "must be a list of layers"),
+    "no options": ("original", {"dflash_config": ...}, {}, "`dflash_config` is missing"),
+    "no mask": ("speculators", {"mask_token_id": ...}, {}, "`mask_token_id` is missing"),
+    "no mask, P-EAGLE": (
+        "P-EAGLE, speculators",
+        {"mask_token_id": ...},
+        {},
+        "needs the id of its mask token",
+    ),
+    "mask": ("speculators", {"mask_token_id": 272}, {}, "has mask token 272, its model 272 tokens"),
+    "mask, P-EAGLE": ("P-EAGLE", {"pard_token": 300}, {}, "has mask token 300, its model 272 tokens"),
+    "masks' state": ("P-EAGLE", {}, {"mask_hidden": None}, "`mask_hidden` .* is missing"),
+    "d2t": ("speculators", {}, {"d2t": None}, "lacks the tensor `d2t`"),
+    "same ids in d2t": ("speculators", {}, {"d2t": lambda x: x * 0 - torch.arange(90)}, "two of its tokens"),
+    "tensor": ("original", {}, {"layers.1.self_attn.k_norm.weight": None}, "layers.1.self_attn.k_norm"),
+    "another tensor": ("original", {}, {"markov_w1.weight": torch.zeros(3, 3)}, "unexpected tensors: markov"),
+    "type of the layers": ("original", {"model_type": "llama"}, {}, '`model_type` must be "qwen3"'),
+    "option": ("original", {"new_option": 3}, {}, "`new_option` = 3 is not supported"),
+    "sinks": ("original", {"add_swa_attention_sink_bias": True}, {}, "attention_sink_bias` must be false"),
+    "DFlash2": ("original", {"architectures": ["DFlash2DraftModel"]}, {}, "a candidate selector"),
+    "DSpark": (
+        "speculators",
+        {"speculators_model_type": "dspark"},
+        {},
+        "a Markov head and a confidence head",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(
+    name: str, tmp_path: Path
+) -> None:
+    layout, config, tensors, message = MISFITS[name]
+    bed = make_bed(tmp_path, LAYOUTS[layout])
+    info = read_head_info(bed.path, bed.model)
+    assert info.is_head and info.draft_tokens_per_pass in (COUNT, 8)
+    change_config(bed.path, **config)
+    change_tensors(bed.path, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read_head_info(bed.path, bed.model)

@@ -1,0 +1,301 @@
+"""Heads that draft in one pass: references in plain torch (float32) from the published layouts, and files.
+
+A reference computes the blocks of all anchors at once, as in training: an anchor is the last known token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.heads import (
+    AUX_LAYERS,
+    ReferenceHead,
+    head_config,
+    head_tensors,
+    record_aux_hidden_states,
+    write_head,
+)
+
+MASK_ID = 269
+NUM_LAYERS = 2
+
+
+def layer_tensors(
+    config: dict[str, Any], prefix: str, generator: torch.Generator, qk_norm: bool = False
+) -> dict[str, Tensor]:
+    """Random tensors of a decoder layer."""
+    size, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (size,),
+        "post_attention_layernorm": (size,),
+        "self_attn.q_proj": (q, size),
+        "self_attn.k_proj": (kv, size),
+        "self_attn.v_proj": (kv, size),
+        "self_attn.o_proj": (size, q),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    if qk_norm:
+        shapes |= {f"self_attn.{name}_norm": (dim,) for name in "qk"}
+    return {f"{prefix}{name}.weight": random_tensor(shape, generator) for name, shape in shapes.items()}
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    x = torch.randn(shape, generator=generator)
+    return 1 + 0.3 * x if len(shape) == 1 else x * (1.5 * shape[-1] ** -0.5)
+
+
+@dataclass
+class Layers:
+    """Attention and MLP of decoder layers over rows with any positions and mask."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def __call__(self, x: Tensor, index: int, positions: Tensor, mask: Tensor, context: Tensor) -> Tensor:
+        """x [N, h] -> [N, h]; context [C, h]: rows that are only seen; mask bool [N, C + N]"""
+        prefix = f"layers.{index}."
+        y = self.norm(x, f"{prefix}input_layernorm")
+        keys = torch.cat((context, y))
+        x = x + self.attend(prefix, y, keys, positions, mask)
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
+
+    def attend(self, prefix: str, y: Tensor, keys: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """y: the last rows of keys [C + N, ...]; positions [C + N]"""
+        q, k, v = (
+            self.project(each, f"{prefix}self_attn.{n}") for each, n in ((y, "q"), (keys, "k"), (keys, "v"))
+        )
+        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
+            q = self.norm(q, f"{prefix}self_attn.q_norm")
+            k = self.norm(k, f"{prefix}self_attn.k_norm")
+        q, k = self.rotate(q, positions[len(keys) - len(y) :]), self.rotate(k, positions)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        attended = F.scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask
+        )
+        return F.linear(
+            attended[0].transpose(0, 1).flatten(1), self.tensors[f"{prefix}self_attn.o_proj.weight"]
+        )
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensors[f"{name}_proj.weight"]).view(len(x), -1, self.config["head_dim"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        left, right = x[..., :half], x[..., half:]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+@dataclass
+class ReferenceDFlash:
+    """Blocks [anchor, masks] that see the target's fused hidden states before the anchor, and themselves."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    embedding: Tensor  # [V, h]
+    lm_head: Tensor  # [draft vocabulary, h]
+    windows: Sequence[int | None] = (None,) * NUM_LAYERS
+    causal: Sequence[bool] = (False,) * NUM_LAYERS
+    samples_anchor: bool = False
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def blocks(self, aux: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
+        """Logits [L, count, draft vocabulary] of the drafts after each token; that of the first is no draft.
+
+        aux [L, layers, H] of all tokens: a block sees those before its anchor
+        """
+        layers, num = Layers(self.config, self.tensors), len(token_ids)
+        rows = count + (not self.samples_anchor)
+        context = layers.norm(F.linear(aux.flatten(1), self.tensors["fc.weight"]), "hidden_norm")
+        ids = torch.full((num, rows), MASK_ID)
+        ids[:, 0] = torch.tensor(token_ids)
+        anchors = torch.arange(num)[:, None].expand(num, rows).flatten()
+        places = anchors + torch.arange(rows).repeat(num)
+        positions = torch.cat((torch.arange(num), places))
+        x = self.embedding[ids.flatten()] * self.config.get("input_embedding_scale", 1.0)
+        for index in range(self.config["num_hidden_layers"]):
+            mask = self.mask(index, anchors, places, num)
+            x = layers(x, index, positions, mask, context)
+        y = layers.norm(x, "norm").view(num, rows, -1)[:, rows - count :]
+        logits = F.linear(y, self.lm_head) * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def mask(self, index: int, anchors: Tensor, places: Tensor, num: int) -> Tensor:
+        window, causal = self.windows[index], self.causal[index]
+        seen = torch.arange(num)[None] < anchors[:, None]
+        own = anchors[:, None] == anchors[None]
+        if causal:
+            own = own & (places[None] <= places[:, None])
+        if window is not None and causal:
+            seen = seen & (torch.arange(num)[None] > places[:, None] - window)
+        elif window is not None:  # of speculators: all rows of a block see as far as its anchor
+            seen = seen & (torch.arange(num)[None] >= anchors[:, None] - window)
+        return torch.cat((seen, own), 1)
+
+    def target_id(self, draft_id: int) -> int:
+        return draft_id + int(self.tensors["d2t"][draft_id]) if "d2t" in self.tensors else draft_id
+
+
+@dataclass
+class ReferencePEagle(ReferenceHead):
+    """Blocks [pair of the anchor, masked pairs], each of which sees the pairs of known tokens before it."""
+
+    later: list[int] = field(default_factory=list)  # layers after the first
+
+    def blocks(self, aux: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
+        """As ReferenceDFlash: the anchor's pair has the hidden state before it."""
+        num, layers = len(token_ids), Layers(self.config, self.tensors)
+        hidden, ids = self.fuse(aux)[:-1], torch.tensor(token_ids)[1:]
+        masks = self.fuse(self.tensors["mask_hidden"].view(1, *aux.shape[1:]))
+        depths = torch.arange(1, count).repeat(num - 1)
+        chains = torch.arange(num - 1)[:, None].expand(num - 1, count - 1).flatten()
+        anchors = torch.cat((torch.arange(num - 1), chains))
+        depths = torch.cat((torch.zeros(num - 1, dtype=torch.int64), depths))
+        tokens = torch.cat((ids, torch.full((len(chains),), MASK_ID)))
+        states = torch.cat((hidden, masks.expand(len(chains), -1)))
+        known = (depths[None] == 0) & (anchors[None] <= anchors[:, None])
+        mask = known | ((anchors[None] == anchors[:, None]) & (depths[None] <= depths[:, None]))
+        positions = anchors + depths
+        x = self.first_layer(states, tokens, positions, mask)
+        for index in self.later:
+            x = layers(x, index, positions, mask, x[:0])
+        logits = F.linear(self.norm(x, "norm"), self.lm_head)
+        first, rest = logits[: num - 1, None], logits[num - 1 :].view(num - 1, count - 1, logits.shape[1])
+        none = logits.new_zeros(1, count, logits.shape[-1])
+        return torch.cat((none, torch.cat((first, rest), 1)))
+
+    def first_layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        prefix = self.prefix
+        embedded = self.norm(self.embedding[tokens], f"{prefix}input_layernorm")
+        normalized = self.norm(hidden, f"{prefix}hidden_norm")
+        residual = normalized if self.norm_before_residual else hidden
+        pair = torch.cat((embedded, normalized), -1)
+        x = residual + Layers(self.config, self.tensors).attend(prefix, pair, pair, positions, mask)
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
+
+
+BlockReference = ReferenceDFlash | ReferencePEagle
+
+
+def dflash_config(model: Path, **options: Any) -> dict[str, Any]:
+    """The original's layout for a target of two layers: `target_layer_ids` name them by their outputs."""
+    config = head_config(model)
+    for key in ("eagle_config", "architectures"):
+        del config[key]
+    own = {"mask_token_id": MASK_ID, "target_layer_ids": [each - 1 for each in AUX_LAYERS[1:]]}
+    return {
+        **config,
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "num_hidden_layers": NUM_LAYERS,
+        "num_target_layers": num_layers_of(model),
+        "block_size": 8,
+        "dflash_config": own,
+        **options,
+    }
+
+
+def num_layers_of(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text())
+    return int({**config, **config.get("text_config", {})}["num_hidden_layers"])
+
+
+def dflash_tensors(config: dict[str, Any], num_aux: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """Random tensors without embedding and output layer."""
+    generator, size = torch.Generator().manual_seed(seed), config["hidden_size"]
+    tensors = {
+        "fc.weight": random_tensor((size, num_aux * size), generator),
+        "hidden_norm.weight": random_tensor((size,), generator),
+        "norm.weight": random_tensor((size,), generator),
+    }
+    for index in range(config["num_hidden_layers"]):
+        tensors |= layer_tensors(config, f"layers.{index}.", generator, qk_norm=True)
+    return tensors
+
+
+def p_eagle_config(model: Path, **options: Any) -> dict[str, Any]:
+    return head_config(model, pard_token=MASK_ID, **options)
+
+
+def p_eagle_tensors(config: dict[str, Any], seed: int = 0, **options: bool) -> dict[str, Tensor]:
+    """Tensors of an EAGLE-3 head, those of further layers, and of masks."""
+    tensors = head_tensors(config, config["hidden_size"], seed=seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for index in range(1, config["num_hidden_layers"]):
+        tensors |= layer_tensors(config, f"layers.{index}.", generator, options.get("qk_norm", False))
+    tensors["mask_hidden"] = torch.randn(1, 3 * config["hidden_size"], generator=generator)
+    return tensors
+
+
+def train_block_head(
+    path: Path, model: Path, texts: Sequence[Sequence[int]], method: str, steps: int = 120, count: int = 3
+) -> Path:
+    """A head that knows the texts: `method` is "dflash" or "p-eagle"; trained on all anchors."""
+    weights = load_file(model / "model.safetensors")
+    ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
+    embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
+    if method == "dflash":
+        config, aux_layers = dflash_config(model, block_size=count + 1), AUX_LAYERS[1:]
+        tensors = dflash_tensors(config)
+        tensors["lm_head.weight"] = random_tensor(
+            (config["vocab_size"], config["hidden_size"]), torch.Generator().manual_seed(3)
+        )
+    else:
+        config, aux_layers = p_eagle_config(model), AUX_LAYERS
+        tensors = p_eagle_tensors(config)
+    for value in tensors.values():
+        value.requires_grad_()
+    reference = make_reference(config, tensors, embedding, tensors["lm_head.weight"])
+    recorded = record_aux_hidden_states(model, texts, aux_layers)
+    optimizer = torch.optim.Adam(tensors.values(), lr=4e-3)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for text, aux in zip(texts, recorded, strict=True):
+            logits = reference.blocks(aux, text, count)[1:]
+            answers = torch.tensor(text)[2:].unfold(0, count, 1)  # of anchors with `count` tokens behind
+            loss = loss + F.cross_entropy(logits[: len(answers)].flatten(0, 1), answers.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return write_head(path, config, {name: value.detach() for name, value in tensors.items()})
+
+
+def make_reference(
+    config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor, lm_head: Tensor
+) -> BlockReference:
+    if "dflash_config" in config:
+        return ReferenceDFlash(config, tensors, embedding, lm_head)
+    return ReferencePEagle(
+        config, tensors, embedding, lm_head, later=[*range(1, config["num_hidden_layers"])]
+    )
+
+
+def read_reference(model: Path, head: Path) -> BlockReference:
+    """The reference of train_block_head()."""
+    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    return make_reference(config, tensors, embedding, tensors["lm_head.weight"])
