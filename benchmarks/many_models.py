@@ -325,11 +325,7 @@ def _figures(findings: ArmFindings, limit: int) -> dict[str, Any]:
         "wait_mean_s": statistics.mean(waits) if waits else None,
         "wait_max_s": max(waits, default=None),
         "returns": len(findings.returns_s),
-        **{
-            f"return_p{part}_s": percentile(findings.returns_s, part)
-            for part in (50, 90)
-            if findings.returns_s
-        },
+        **{f"return_p{part}_s": percentile(findings.returns_s, part) for part in (50, 90)},
         "peak_memory_share": findings.peak_bytes / limit,
         "most_loaded": findings.max_loaded,
         "open_but_unloaded": findings.broken_holds,
