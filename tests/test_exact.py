@@ -414,14 +414,10 @@ COUNTED = "one two three four five six seven eight nine ten\n"
 def test_equal_where_answers_copy_text() -> None:
     """The demo's model repeats code and words, with errors: drafts of `text` are accepted and rejected."""
     texts = [CODE + "\n" + CODE[:40], NUMBERED + "\n" + CODE[:40], COUNTED * 2 + COUNTED[:8], CODE * 2]
-    prompts_ = [text for text in texts for _ in range(2)]
-    params = [
-        SamplingParams(max_tokens=40, temperature=0.4 * (number % 2), seed=number)
-        for number in range(len(prompts_))
-    ]
+    prompts_, params = [texts[number % 4] for number in range(len(PARAMS))], requests()[1]
 
     def run(speculate: str, **options: Any) -> tuple[LLM, list[dict[str, Any]]]:
-        llm = LLM(speculate=speculate, max_model_len=256, threads=1, test_mode=True, **options)
+        llm = LLM(speculate=speculate, max_model_len=255, threads=1, test_mode=True, **options)
         outputs = llm.generate(prompts_, params)
         llm.check()
         return llm, outputs_of(outputs)

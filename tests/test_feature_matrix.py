@@ -278,7 +278,7 @@ def test_every_drafter_is_accepted_and_rejected(
         drafted, accepted = (
             samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted")
         )
-        if drafter != "text":  # random tokens are no text: see tests/bench/agent/test_engine_model.py
+        if drafter != "text":  # random tokens are no text: see test_equal_where_answers_copy_text()
             assert 0 < accepted < drafted, drafter
 
 

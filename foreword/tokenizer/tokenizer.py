@@ -258,8 +258,12 @@ class Tokenizer:
         return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids, tuple(sorted(markers)))
 
     def engine_vocabulary(self) -> Vocabulary:
-        """The same with the tokenizer itself, some megabytes more, for drafters that write text."""
-        return replace(self.vocabulary(), tokenizer=self._backend.to_str())
+        """The same with the tokenizer itself, some megabytes more, for drafters that write text.
+
+        Raises CheckpointError.
+        """
+        with translate_errors(lambda why: CheckpointError(f"the tokenizer has no JSON: {why}", "model")):
+            return replace(self.vocabulary(), tokenizer=self._backend.to_str())
 
     def token_search(self) -> TokenSearch:
         """Substring search over the tokens; cached."""

@@ -203,6 +203,20 @@ def test_library_panic_fails_one_request() -> None:
         tokenizer.encode_truncated("x", None, 1)
 
 
+def test_tokenizer_that_cannot_be_written_is_named() -> None:
+    class Unwritable:
+        def __getattr__(self, name: str) -> object:
+            return getattr(backend, name)
+
+        def to_str(self) -> str:
+            raise ValueError("a part of one's own")
+
+    tokenizer = byte_tokenizer()
+    backend, tokenizer._backend = tokenizer._backend, Unwritable()  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="the tokenizer has no JSON: a part of one's own"):
+        tokenizer.engine_vocabulary()
+
+
 def test_lone_surrogate_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest, match="surrogate at character 1"):
         byte_tokenizer().encode("a\ud800")

@@ -27,6 +27,7 @@ class Candidate:
     draft: Draft
     prefix_probs: Sequence[float]  # acceptance probability of each token
     gains: Sequence[float]  # the same minus the request's own cost per row, in tokens
+    row_cost: float = 0.0  # that cost, in model seconds: of its context and its sampling
     expected_tokens: Sequence[float] = field(init=False)  # accepted of the first 0, 1, ... tokens
 
     def __post_init__(self) -> None:
@@ -67,7 +68,8 @@ def select_rows(
         lengths = distribute(candidates, slacks, count, costs[count] - plain_cost, plain_cost)
         if lengths:
             expected = sum(c.expected_tokens[n] for c, n in zip(candidates, lengths, strict=True))
-            rate = (num_sampled + expected) / rated[count]
+            own_cost = sum(c.row_cost * n for c, n in zip(candidates, lengths, strict=True))
+            rate = (num_sampled + expected) / (rated[count] + own_cost)
             if rate > min_rate:
                 return Selection(lengths, rate, limited_by_budget=count < best_count)
         count = int(count * SHRINK_FACTOR)

@@ -35,7 +35,7 @@ class VerifyPlanner:
         self._next_step = next_step
         self._exploration = exploration
         self._backoff = backoff
-        self._token_rate = 0.0  # expected tokens per model second of the last step with drafts
+        self._token_rate = 0.0  # expected tokens per model second of the last step
 
     def best_candidate(self, index: int, request: TrackedRequest, drafts: Sequence[Draft]) -> Candidate:
         """The draft of proposal `index` with the most expected tokens; without gains it pays at no price."""
@@ -46,9 +46,10 @@ class VerifyPlanner:
                 best, best_probs = draft, probs
         # tokens that plain decoding would yield in the time of the request's own cost per row
         row_cost = self._cost_model.step_costs.context_cost(request.context_len)
-        price = self._token_rate * (row_cost + self._next_step.extra_sampling_cost(request))
+        row_cost += self._next_step.extra_sampling_cost(request)
+        price = self._token_rate * row_cost
         gains = [prob - price for prob in best_probs if prob > price] if price else best_probs
-        return Candidate(index, request, best, best_probs, gains)
+        return Candidate(index, request, best, best_probs, gains, row_cost)
 
     def select(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
         """Draft lengths of all candidates, and the reason of the rejected ones."""
@@ -58,8 +59,8 @@ class VerifyPlanner:
         selection = select_rows(candidates, base_step, costs, draft_cost, proposing)
         if selection.limited_by_budget and not selection.rate:
             return selection, DELAY_BUDGET
-        if selection.rate:
-            self._token_rate = selection.rate
+        plain_rate = base_step.shape.num_sampled / base_step.plain_cost
+        self._token_rate = selection.rate or plain_rate  # a rate that is out of reach must not stay the price
         if base_step.has_prefill:  # its time corrects no cost: there is nothing to learn
             return selection, NOT_WORTH_IT
         if not selection.rate:
