@@ -1,17 +1,19 @@
 """What a trained head costs, in plain decode steps: the commit in each pass, and the passes of a draft.
 
-    python -m benchmarks.heads [--head eagle3|mtp] [--draft-vocab-size 32768] [--dtype bfloat16]
-                               [--quantization int8] [--threads 2] [--context 500]
+    python -m benchmarks.heads [--head eagle3|p-eagle|dflash|mtp] [--draft-vocab-size 32768]
+                               [--dtype bfloat16] [--quantization int8] [--threads 2] [--context 500]
 
-Random weights of Llama 3.2 1B's shape (tied embedding) with an EAGLE-3 head of its size (draft vocabulary
-32,000), or of Qwen3.5 0.8B's shape (vocabulary 248,320, tied) with its MTP head. All works take turns in one
-process, so figures are ratios. One request, native kernels.
+Random weights of Llama 3.2 1B's shape (tied embedding) with an EAGLE-3 or P-EAGLE head of its size (draft
+vocabulary 32,000) or a DFlash head of five layers of its size (the model's output layer), or of Qwen3.5
+0.8B's shape (vocabulary 248,320, tied) with its MTP head. All works take turns in one process, so figures are
+ratios. One request, native kernels.
 
     commit_N   time of a pass of N rows with the commit of a head, over the same pass without
     prompt     the same for a prompt chunk of 512 rows
     rows_4     time of a step that verifies 3 draft tokens, with the commit, over a plain step of one row
     draft_3    time of a draft of 3 tokens in one call, over a plain step
     draft_3x4  the same for 4 requests, over a plain step of 4 requests
+    draft_7    a draft of 7 tokens in one pass, if that is how the head drafts
     gain_A     tokens per plain step's time at A tokens a step: A / (rows_4 + draft_3)
 """
 
@@ -84,6 +86,19 @@ HEAD = {
 }
 
 
+DFLASH = {
+    **LAYER,
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 5,
+    "num_target_layers": 16,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 7, 10, 13]},
+    "tie_word_embeddings": False,
+}
+HEADS = {"eagle3": HEAD, "p-eagle": {**HEAD, "pard_token": 5}, "dflash": DFLASH, "mtp": HEAD}
+
+
 class Passes:
     """One target, compiled without and with its head."""
 
@@ -96,7 +111,7 @@ class Passes:
         threads: int,
         context: int,
     ) -> None:
-        for name, config in (("target", QWEN if method == "mtp" else TARGET), ("head", HEAD)):
+        for name, config in (("target", QWEN if method == "mtp" else TARGET), ("head", HEADS[method])):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
         ops, dtype = CpuOps(threads=threads), str(precision.dtype).removeprefix("torch.")
@@ -125,7 +140,9 @@ class Passes:
         self.with_head = target.compile_logits(kv)
         draft = head.compile_draft(kv)
         assert isinstance(draft, DraftLoop)
-        self._draft = draft
+        self._draft, self.block = draft, head.block
+        assert kv.head is not None
+        self._mask_slot = kv.head.mask_slot
         for start in range(0, context + 8, 256):
             self.with_head(self.batch(256, start))
 
@@ -145,9 +162,16 @@ class Passes:
         options = {"with_states": self._has_states, "with_prev_slots": True}
         return build_batch(chunks, BLOCK_SIZE, 1, "cpu", **options)
 
-    def draft(self, requests: int) -> None:
+    def draft(self, requests: int, length: int = DRAFT_LEN) -> None:
+        token_ids, options = [7], {}
+        if self.block is not None:
+            token_ids += [self.block.mask_token_id] * (length - self.block.samples_last_token)
+            slot = self._mask_slot if self.block.reads_mask_state else None
+            options = {"in_one_pass": True, "mask_slot": slot}
         jobs = [
-            DraftJob([7], self.context, self._blocks(n), self.context + 1, DRAFT_LEN, -1e9, GREEDY)
+            DraftJob(
+                token_ids, self.context, self._blocks(n), self.context + 1, length, -1e9, GREEDY, **options
+            )
             for n in range(requests)
         ]
         self._draft.draft(jobs, BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
@@ -168,6 +192,8 @@ def measure(passes: Passes) -> dict[str, float]:
         "draft_1": lambda: passes.draft(1),
         "draft_4": lambda: passes.draft(4),
     }
+    if passes.block is not None:
+        works["draft_7"] = lambda: passes.draft(1, 7)
     seconds = dict(zip(works, medians(list(works.values()), ROUNDS), strict=True))
     prompts = medians([lambda: passes.plain(prompt), lambda: passes.with_head(prompt)], 3)
     plain = seconds["plain_1"]
@@ -178,6 +204,8 @@ def measure(passes: Passes) -> dict[str, float]:
         "draft_3": seconds["draft_1"] / plain,
         "draft_3x4": seconds["draft_4"] / seconds["plain_4_requests"],
     }
+    if passes.block is not None:
+        figures["draft_7"] = seconds["draft_7"] / plain
     cost = figures["rows_4"] + figures["draft_3"]
     return figures | {f"gain_{length}": length / cost for length in LENGTHS}
 
@@ -186,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head", choices=("eagle3", "mtp"), default="eagle3")
+    parser.add_argument("--head", choices=tuple(HEADS), default="eagle3")
     parser.add_argument("--draft-vocab-size", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"))
