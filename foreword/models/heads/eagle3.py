@@ -249,7 +249,7 @@ class Eagle3:
         cache = kv_cache.head
         assert cache is not None
         if self._mask_state is not None:
-            parts = [part.expand(self._ops.row_tile, -1) for part in self._mask_state]
+            parts = [part.repeat(self._ops.row_tile, 1) for part in self._mask_state]
             cache.hidden[cache.mask_slot] = self._fc(self._join(parts))[0]
 
         def draft(batch: Batch) -> Tensor:
