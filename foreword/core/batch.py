@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foreword.core.images import MRopePositions
 from foreword.core.request import NO_LORA, RequestState
@@ -193,6 +194,19 @@ def build_batch(
         anchor_tables=uploaded.get("anchor_tables"),
         prev_slots=uploaded.get("prev_slots"),
     )
+
+
+def at_fixed_positions(batch: Batch, positions: Sequence[int]) -> Batch:
+    """The batch with its i-th row at positions[i], which sees no later token; a request has one row."""
+    assert batch.query_start_loc == tuple(range(len(positions) + 1)), "a request without one row"
+    values = torch.tensor(positions, device=batch.positions.device)
+    padded = F.pad(values, (0, len(batch.positions) - len(positions)))
+    # Blocks behind may be scratch of a head, which the target's cache does not have
+    last_blocks = F.pad(values // batch.block_size, (0, 1))[:, None]
+    columns = torch.arange(batch.block_tables.shape[1], device=values.device)
+    tables = batch.block_tables.masked_fill(columns > last_blocks, NULL_BLOCK)
+    seq_lens = tuple(position + 1 for position in positions)
+    return replace(batch, positions=padded, seq_lens=seq_lens, block_tables=tables)
 
 
 def request_index_of(batch: Batch) -> Tensor:

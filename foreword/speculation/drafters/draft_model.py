@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import NULL_BLOCK, Batch, Chunk, SampleRow, build_batch
+from foreword.core.batch import NULL_BLOCK, Batch, Chunk, SampleRow, at_fixed_positions, build_batch
 from foreword.core.images import MRopePositions
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
@@ -209,11 +209,9 @@ class EagerDraftLoop:
             with_request_index=self._ops.supports_graphs,
             with_prev_slots=self._with_prev_slots,
         )
-        if drafts[0].job.fixed_position is not None:  # of all jobs, which have a row each
-            positions = torch.zeros_like(batch.positions)
-            fixed = [draft.job.fixed_position or 0 for draft in drafts]
-            positions[: len(drafts)] = torch.tensor(fixed, device=positions.device)
-            batch = replace(batch, positions=positions)
+        fixed = [draft.job.fixed_position for draft in drafts if draft.job.fixed_position is not None]
+        if fixed:
+            batch = at_fixed_positions(batch, fixed)
         if batch.prev_slots is not None and drafts[0].job.mask_slot is not None:  # of all jobs
             prev_slots = torch.full_like(batch.prev_slots, drafts[0].job.mask_slot)
             firsts = torch.tensor(batch.query_start_loc[:-1], device=prev_slots.device)

@@ -17,7 +17,12 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Head
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.drafters.draft_model import DUMMY_STRIDE, TIMED_DRAFT_LEN, EagerDraftLoop
+from foreword.speculation.drafters.draft_model import (
+    DUMMY_STRIDE,
+    TIMED_DRAFT_LEN,
+    ChunkImages,
+    EagerDraftLoop,
+)
 from foreword.speculation.engine_drafter import DraftRequest
 
 MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary
@@ -135,8 +140,11 @@ class HeadDrafter:
             drafts |= zip(in_loop, tokens, strict=True)
         eager = [index for index in range(len(requests)) if index not in drafts]
         if eager:
-            chosen = [requests[index] for index in eager], [jobs[index] for index in eager]
-            drafts |= zip(eager, self._eager_loop.draft(*chosen), strict=True)
+            chosen = [requests[index] for index in eager]
+            # The target's passes have read the images; M-RoPE's positions of the text depend on them
+            images = [ChunkImages(request.state.mrope_positions) for request in chosen]
+            tokens = self._eager_loop.draft(chosen, [jobs[index] for index in eager], images)
+            drafts |= zip(eager, tokens, strict=True)
         return [drafts[index] for index in range(len(requests))]
 
     def _make_job(self, request: DraftRequest, index: int) -> DraftJob:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foreword.core.batch import Batch, HeadShape, KVShape
+from foreword.core.images import PromptImage
 from foreword.core.outputs import ErrorEvent
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
 from foreword.errors import CheckpointError, ConfigError
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.interfaces import KVCache
+from foreword.sampling.sampler import Sampler
+from foreword.speculation.drafters.head import HeadDrafter
+from foreword.speculation.engine_drafter import DraftRequest
 from foreword.weights.trained_heads import head_method
 from tests.support.block_heads import read_reference, train_block_head
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
@@ -235,3 +245,36 @@ def test_head_needs_a_checkpoint_of_its_own(trained: Trained, speculate: str) ->
     draft_model = str(trained.head) if "," in speculate else None
     with pytest.raises(ConfigError, match=message):
         load_engine(trained.model, speculate=speculate, draft_model=draft_model)
+
+
+class MRopeHead:
+    """A Head that only keeps the positions of its draft rows."""
+
+    method, uses_mrope, has_fixed_position, block = "eagle3", True, False, None
+
+    def __init__(self) -> None:
+        self.positions: list[list[int]] = []
+
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
+        def draft(batch: Batch) -> Tensor:
+            assert batch.mrope_positions is not None
+            self.positions += batch.mrope_positions[batch.sample_rows].tolist()
+            return torch.zeros(len(batch.sample_rows), 32)
+
+        return draft
+
+
+def test_pass_by_pass_drafts_behind_images_have_mrope_positions() -> None:
+    """An image of 12 tokens in 3 x 4 takes 4 positions, so text behind it is 8 before its index."""
+    head: Any = MRopeHead()
+    kv = KVStorage(8, 4, [KVShape(1, 16)], "float32", head=HeadShape((), 16), num_draft_blocks=2)
+    ops = ReferenceOps()
+    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), DRAFT_LEN, 32)
+    image = PromptImage(bytes(16), 12, (1, 3, 4), (8, 8), (1, 3, 8, 8), None, start=1)
+    request = Request("a", [5] * 15, SamplingParams(), seed=0, images=(image,))
+    state = RequestState(request, 0, 64)
+    state.num_computed = 14
+    state.blocks.extend([1, 2, 3, 4])
+    (draft,) = drafter.propose([DraftRequest(state, DRAFT_LEN)])
+    assert draft is not None and len(draft.token_ids) == DRAFT_LEN
+    assert head.positions == [[14 - 8 + i] * 3 for i in range(DRAFT_LEN)]
