@@ -180,7 +180,7 @@ class Decoder(ABC):
     @property
     def uses_mrope(self) -> bool:
         """Whether batches need mrope_positions."""
-        return any(layer_type.rope.mrope_sections is not None for layer_type in self._layer_types)
+        return any(layer_type.uses_mrope for layer_type in self._layer_types)
 
     @property
     def has_states(self) -> bool:
@@ -204,9 +204,19 @@ class Decoder(ABC):
         inputs: Tensor | None = None,
     ) -> ForwardContext:
         """Inputs of the layers of one type; inputs: of per-layer embeddings."""
-        sections = layer_type.rope.mrope_sections
-        positions = batch.positions if sections is None else batch.mrope_positions
-        assert positions is not None, "batch without M-RoPE positions"
-        rope = self._ropes[layer_type.rope]
-        tables = rope.cos_sin, rope.query_cos_sin
-        return ForwardContext(batch, *tables, metadata, positions, sections, inputs, rope.query_scale)
+        return layer_context(batch, layer_type, self._ropes[layer_type.rope], metadata, inputs)
+
+
+def layer_context(
+    batch: Batch,
+    layer_type: LayerType,
+    rope: Rope,
+    metadata: AttentionMetadata,
+    inputs: Tensor | None = None,
+) -> ForwardContext:
+    """Inputs of the layers of one type with tables of angles; inputs: of per-layer embeddings."""
+    sections = layer_type.rope.mrope_sections
+    positions = batch.positions if sections is None else batch.mrope_positions
+    assert positions is not None, "batch without M-RoPE positions"
+    tables = rope.cos_sin, rope.query_cos_sin
+    return ForwardContext(batch, *tables, metadata, positions, sections, inputs, rope.query_scale)

@@ -46,13 +46,19 @@ class LayerType:
     k_eq_v: bool = False  # values are keys before their norm and RoPE, without a projection of their own
     causal: bool = True  # as in Ops.attention
 
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether batches need mrope_positions."""
+        return self.rope.mrope_sections is not None
+
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms of queries and keys."""
+    """RMS norms of queries and keys, or layer norms with weights for each head."""
 
     names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
     all_heads: bool = False  # over all heads together, not over each
+    by_head: bool = False  # layer norms
     after_rope: bool = False
 
 

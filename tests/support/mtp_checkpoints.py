@@ -64,6 +64,17 @@ def write_mtp_checkpoint(path: Path, family: str, seed: int = 0, **overrides: An
     return path
 
 
+def mtp_gguf_keys(checkpoint: Path) -> dict[str, Any]:
+    """Keys of write_gguf() for a checkpoint with a head."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    num_layers = config["num_hidden_layers"]
+    keys: dict[str, Any] = {"block_count": num_layers + 1, "nextn_predict_layers": 1}
+    if config["model_type"] in QWEN_FAMILIES:
+        kinds = config.get("layer_types") or ["full_attention"] * num_layers
+        keys["attention__recurrent_layers"] = [*(kind != "full_attention" for kind in kinds), False]
+    return keys
+
+
 class ReferenceMTP:
     """The head of a checkpoint in float32. A pair is token p and the target's hidden state at p - 1."""
 

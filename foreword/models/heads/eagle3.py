@@ -22,7 +22,7 @@ from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder
+from foreword.models.decoder import Decoder, layer_context
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
     check_aux_layers,
@@ -219,7 +219,7 @@ class Eagle3:
 
     @property
     def uses_mrope(self) -> bool:
-        return self._config.layer.layer_types[0].rope.mrope_sections is not None
+        return self._config.layer.layer_types[0].uses_mrope
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length, whatever the head's own limit: positions are relative."""
@@ -296,14 +296,9 @@ class Eagle3:
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """One for each layer; they differ in their windows."""
         layer_types = self._config.layer.layer_types
-        positions = batch.mrope_positions if self.uses_mrope else batch.positions
-        assert positions is not None, "batch without M-RoPE positions"
-        tables, sections = (self._rope.cos_sin, self._rope.query_cos_sin), layer_types[0].rope.mrope_sections
         windows = dict.fromkeys(each.window for each in layer_types)
         metadata = {window: self._ops.build_attention_metadata(batch, window, 1) for window in windows}
-        return [
-            ForwardContext(batch, *tables, metadata[each.window], positions, sections) for each in layer_types
-        ]
+        return [layer_context(batch, each, self._rope, metadata[each.window]) for each in layer_types]
 
     def _load_fc(self, precision: Precision, weights: Weights) -> Linear:
         """fc, and the norms before it."""

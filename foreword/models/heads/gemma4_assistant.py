@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVLayer, KVShape
-from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Linear, load_linear
@@ -20,6 +20,7 @@ from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.gemma4 import Gemma4Layer
+from foreword.models.heads.head_vocabulary import misfit
 from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.model_info import describe_model
@@ -33,6 +34,8 @@ UNUSED_TENSORS = (
     "masked_embedding.token_ordering",
     "lm_head.weight",  # tied
 )
+
+_misfit = partial(misfit, "assistant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,3 @@ def _find_sources(layers: DecoderConfig, size: int, target: DecoderConfig) -> li
             raise _misfit(f"needs K and V of {shape.heads} heads of {shape.head_dim} in {kind} layers")
         result.append(sources[-1])
     return result
-
-
-def _misfit(problem: str) -> CheckpointError:
-    return CheckpointError(f"the assistant {problem}", "draft_model")

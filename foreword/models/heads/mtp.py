@@ -83,7 +83,7 @@ class MTP:
 
     @property
     def uses_mrope(self) -> bool:
-        return self._layer_type.rope.mrope_sections is not None
+        return self._layer_type.uses_mrope
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """The target's tables of angles are used."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foreword.core.batch import Chunk, build_batch
 from foreword.errors import CheckpointError
-from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
-from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kv_cache.storage import KVStorage
-from foreword.models.heads.head_loader import load_head, read_head_info
-from foreword.models.interfaces import Precision
-from foreword.models.model_loader import load_model
+from foreword.models.heads.head_loader import read_head_info
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.cpu_kernels import isas_under_test
+from tests.support.head_runner import BACKENDS, DRAFT, HeadRunner, check_memory
 from tests.support.heads import (
     AUX_LAYERS,
     ReferenceHead,
@@ -35,10 +28,7 @@ from tests.support.heads import (
     write_head,
 )
 
-BLOCK_SIZE = 8
-DRAFT = 4
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
-BACKENDS = ("reference", *isas_under_test())
 SPECULATORS = {
     "architectures": ["Eagle3DraftModel"],
     "speculators_model_type": "eagle3",
@@ -144,47 +134,8 @@ def written_config(config: dict[str, Any], layout: Layout, options: dict[str, An
     return {**SPECULATORS, **size, **written, "transformer_layer_config": layer}
 
 
-class Runner:
-    """A target with its head on one backend, and a request in shuffled blocks with scratch blocks behind."""
-
-    def __init__(self, bed: Bed, ops: Ops, max_len: int = 128, kv_dtype: str = "float32") -> None:
-        precision = Precision.from_dtypes("float32")
-        self.ops = ops
-        self.target = load_model(bed.model, ops, precision, "cpu", max_len)
-        self.head = self.target.head = load_head(bed.path, self.target, ops, precision, "cpu", max_len)
-        num_blocks = max_len // BLOCK_SIZE
-        shapes, shape = self.target.cache_shapes, self.head.cache_shape
-        options = {"head": shape, "num_draft_blocks": 2}
-        self.kv = KVStorage(num_blocks, BLOCK_SIZE, shapes, kv_dtype, **options)
-        assert self.kv.head is not None
-        self.cache = self.kv.head
-        self.forward = self.target.compile_logits(self.kv)
-        self.draft = self.head.compile_draft(self.kv)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
-        self.blocks = (order + 1).tolist()
-        self.scratch = [num_blocks + 1, num_blocks + 2]
-
-    def commit(self, start: int, end: int) -> None:
-        """A pass of the target over TEXT[start:end]."""
-        self.run(self.forward, [Chunk(TEXT[start:end], start, self.blocks, 1)])
-
-    def chain(self, length: int, count: int, own_blocks: int | None = None) -> list[Tensor]:
-        """Logits of greedy draft tokens after TEXT[:length], of which the target has computed all but one."""
-        blocks = [*self.blocks[: own_blocks or -(-length // BLOCK_SIZE)], *self.scratch]
-        token_id, logits = TEXT[length - 1], []
-        for position in range(length - 1, length - 1 + count):
-            logits.append(self.run(self.draft, [Chunk([token_id], position, blocks, 1)])[0])
-            token_id = int(logits[-1].argmax())
-        return logits
-
-    def run(self, forward: Any, chunks: Sequence[Chunk]) -> Tensor:
-        batch = build_batch(chunks, BLOCK_SIZE, self.ops.row_tile, "cpu", with_prev_slots=True)
-        with torch.inference_mode():
-            return forward(batch).clone()
-
-
-def make_ops(name: str) -> Ops:
-    return ReferenceOps() if name == "reference" else CpuOps(name)
+def open_runner(bed: Bed, backend: str) -> HeadRunner:
+    return HeadRunner(bed.model, bed.path, backend, TEXT)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
@@ -217,7 +168,7 @@ def last_output(target: Any) -> Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chains_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> None:
-    runner = Runner(bed, make_ops(backend))
+    runner = open_runner(bed, backend)
     hidden = bed.reference.fuse(aux_hidden_states_of(bed.model))
     done = 0
     for length in (2, 3, 8, 9, 33, len(TEXT)):
@@ -234,41 +185,17 @@ def test_chains_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: Bed, backend: str) -> None:
-    """One pass, chunks, and single rows after another draft in the same slots leave the same bits."""
-    runners = [Runner(original, make_ops(backend)) for _ in range(3)]
-    end = len(TEXT) - 1
-    runners[0].commit(0, end)
-    for start in range(0, end, 7):
-        runners[1].commit(start, min(start + 7, end))
-    for position in range(end):
-        if position > 1:
-            runners[2].chain(position + 1, DRAFT)
-        runners[2].commit(position, position + 1)
-    slots = [block * BLOCK_SIZE + i for block in runners[0].blocks for i in range(BLOCK_SIZE)][1:end]
-    chains = [runner.chain(len(TEXT), DRAFT) for runner in runners]
-    for runner, chain in zip(runners[1:], chains[1:], strict=True):
-        for mine, other in zip(
-            (runner.cache.hidden, runner.cache.layers[0].k, runner.cache.layers[0].v),
-            (runners[0].cache.hidden, runners[0].cache.layers[0].k, runners[0].cache.layers[0].v),
-            strict=True,
-        ):
-            assert torch.equal(mine[slots], other[slots])
-        assert all(map(torch.equal, chain, chains[0]))
+    check_memory([open_runner(original, backend) for _ in range(3)])
 
 
 @pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_passes_one_by_one(original: Bed, isa: str) -> None:
     """The last block of the text is followed by scratch blocks."""
-    runner = Runner(original, CpuOps(isa))
-    draft = runner.draft
-    assert isinstance(draft, DraftLoop)
+    runner = open_runner(original, isa)
     for length in (2, 8, 30, 64, len(TEXT)):
         runner.commit(0, length - 1)
         expected = runner.chain(length, DRAFT)
-        blocks = [*runner.blocks[: -(-length // BLOCK_SIZE)], *runner.scratch]
-        greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        job = DraftJob([TEXT[length - 1]], length - 1, blocks, length, DRAFT, -1e9, greedy)
-        (tokens,) = draft.draft([job], BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+        tokens = runner.draft_in_loop(length, DRAFT)
         assert list(tokens.token_ids) == [int(row.argmax()) for row in expected]
         logprobs = [float(row.log_softmax(-1).max()) for row in expected]
         assert tokens.logprobs == pytest.approx(logprobs, abs=1e-4)
@@ -276,10 +203,10 @@ def test_draft_loop_equals_passes_one_by_one(original: Bed, isa: str) -> None:
 
 def test_first_token_is_never_seen(original: Bed) -> None:
     """No hidden state comes before it: whatever its slot holds, a draft is the same."""
-    runner = Runner(original, make_ops(BACKENDS[-1]))
+    runner = open_runner(original, BACKENDS[-1])
     runner.commit(0, 20)
     before = runner.chain(21, DRAFT)
-    first = runner.blocks[0] * BLOCK_SIZE
+    (first,) = runner.slots(0, 1)
     for tensor in (runner.cache.layers[0].k, runner.cache.layers[0].v):
         tensor[first] = float("nan")
     runner.cache.hidden[0] = float("nan")  # what the first token reads
@@ -331,4 +258,4 @@ def test_borrowed_embedding_needs_the_hidden_size_of_the_target(tmp_path: Path) 
     info = read_head_info(bed.path, bed.model)
     assert info.parameters == sum(x.numel() for name, x in tensors.items() if name not in ("d2t", "t2d"))
     assert info.hidden_values_per_token == 32
-    Runner(bed, make_ops(BACKENDS[-1])).commit(0, 9)
+    open_runner(bed, BACKENDS[-1]).commit(0, 9)

@@ -13,23 +13,14 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from foreword import LLM, SamplingParams
-from foreword.core.batch import Chunk, build_batch
 from foreword.errors import CheckpointError
-from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
-from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kv_cache.storage import KVStorage
-from foreword.models.heads.head_loader import load_head, read_head_info
-from foreword.models.interfaces import Precision
-from foreword.models.model_loader import load_model
+from foreword.models.heads.head_loader import read_head_info
 from tests.support.checkpoints import change_tensors, write_checkpoint
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.gemma4_checkpoints import FULL, SLIDING
+from tests.support.head_runner import BACKENDS, DRAFT, HeadRunner
 
-BLOCK_SIZE = 8
-DRAFT = 4
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(60)]  # longer than the window of 24
-BACKENDS = ("reference", *isas_under_test())
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared": ({}, {}),
     "values are keys": (
@@ -106,46 +97,6 @@ class Bed:
         return chain
 
 
-class Runner:
-    """Our target with the assistant on one backend, and one request."""
-
-    def __init__(self, bed: Bed, ops: Ops, max_len: int = 128) -> None:
-        precision = Precision.from_dtypes("float32")
-        self.ops = ops
-        target = load_model(bed.model, ops, precision, "cpu", max_len)
-        target.head = load_head(bed.head, target, ops, precision, "cpu", max_len)
-        num_blocks = max_len // BLOCK_SIZE
-        shape = target.head.cache_shape
-        shapes = target.cache_shapes
-        self.kv = KVStorage(num_blocks, BLOCK_SIZE, shapes, "float32", head=shape, num_draft_blocks=2)
-        self.forward = target.compile_logits(self.kv)
-        self.draft = target.head.compile_draft(self.kv)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
-        self.blocks = (order + 1).tolist()
-
-    def commit(self, start: int, end: int) -> None:
-        chunk = Chunk(TEXT[start:end], start, self.blocks, 1)
-        batch = build_batch([chunk], BLOCK_SIZE, self.ops.row_tile, "cpu", with_prev_slots=True)
-        with torch.inference_mode():
-            self.forward(batch)
-
-    def chain(self, length: int, count: int) -> list[Tensor]:
-        """Logits of greedy draft tokens after TEXT[:length], of which the target has computed all but one."""
-        token_id, logits = TEXT[length - 1], []
-        for position in range(length - 1, length - 1 + count):
-            chunk = Chunk([token_id], position, self.blocks, 1)
-            batch = build_batch([chunk], BLOCK_SIZE, self.ops.row_tile, "cpu", with_prev_slots=True)
-            batch.positions[:1] = length - 2
-            with torch.inference_mode():
-                logits.append(self.draft(batch)[0].clone())
-            token_id = int(logits[-1].argmax())
-        return logits
-
-
-def make_ops(name: str) -> Ops:
-    return ReferenceOps() if name == "reference" else CpuOps(name)
-
-
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda name: name.replace(" ", "-"))
 def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return Bed(tmp_path_factory.mktemp("assistant"), request.param)
@@ -153,7 +104,7 @@ def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chains_of_a_whole_text_equal_transformers(bed: Bed, backend: str) -> None:
-    runner = Runner(bed, make_ops(backend))
+    runner = HeadRunner(bed.model, bed.head, backend, TEXT)
     done = 0
     for length in (2, 3, 9, 24, 25, 26, 40, len(TEXT)):
         runner.commit(done, length - 1)
@@ -166,25 +117,11 @@ def test_chains_of_a_whole_text_equal_transformers(bed: Bed, backend: str) -> No
 
 @pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_passes_one_by_one(bed: Bed, isa: str) -> None:
-    runner = Runner(bed, CpuOps(isa))
-    draft = runner.draft
-    assert isinstance(draft, DraftLoop)
+    runner = HeadRunner(bed.model, bed.head, isa, TEXT)
     for length in (2, 25, len(TEXT)):
         runner.commit(0, length - 1)
         expected = [int(row.argmax()) for row in runner.chain(length, DRAFT)]
-        greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        job = DraftJob(
-            [TEXT[length - 1]],
-            length - 1,
-            runner.blocks,
-            length,
-            DRAFT,
-            -1e9,
-            greedy,
-            fixed_position=length - 2,
-        )
-        (tokens,) = draft.draft([job], BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
-        assert list(tokens.token_ids) == expected
+        assert list(runner.draft_in_loop(length, DRAFT).token_ids) == expected
 
 
 def test_answers_are_equal_with_the_assistant(bed: Bed) -> None:
@@ -214,7 +151,7 @@ def test_another_target_is_refused_by_name(bed: Bed, tmp_path: Path) -> None:
         read_head_info(bed.head, narrow)
     wider = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
     other = write_checkpoint(tmp_path / "other", "gemma4_text", **wider)
-    with pytest.raises(CheckpointError, match="the assistant has 272 tokens, the model 300"):
+    with pytest.raises(CheckpointError, match="the assistant head has 272 tokens, the model 300"):
         read_head_info(bed.head, other)
     change_tensors(bed.head, **{"pre_projection.weight": torch.zeros(32, 32)})
     with pytest.raises(CheckpointError, match=r"pre_projection\.weight"):
