@@ -61,25 +61,31 @@ def resolve_paths(config: Config) -> Config:
     The default model is the bundled demo. A bundled model's name as `draft_model` means its draft model.
     Raises ConfigError for several models, CheckpointError for one that is not there.
     """
+    return _resolve_paths(config)[0]
+
+
+def _resolve_paths(config: Config) -> tuple[Config, str | None]:
+    """resolve_paths(), and the method of the trained head; None: there is none."""
     if config.models is not None:
         raise ConfigError("models: several models need a server: foreword serve --models", "models")
     config = apply_speculative_config(config)
     name = str(config.model or DEFAULT_MODEL)
     path = BUNDLED[name][0] if name in BUNDLED else resolve_path(name)
     items = {*map(str.strip, config.speculate.split(","))}
+    config = replace(config, model=str(path))
     if config.draft_model is None and items & {"auto", "mtp"}:
         if brings_mtp_head(path):
-            config = replace(
-                config, draft_model=str(path), speculate=with_head(config.speculate, "mtp", name)
-            )
-        elif "mtp" in items:
+            speculate = with_head(config.speculate, "mtp", name)
+            return replace(config, draft_model=str(path), speculate=speculate), "mtp"
+        if "mtp" in items:
             raise ConfigError(f"speculate: `mtp`: {name} has no MTP head that runs here", "speculate")
     if not config.runs_draft_model:
-        return replace(config, model=str(path))
+        return config, None
     name = str(config.draft_model)
     drafter = BUNDLED[name][1] if name in BUNDLED else resolve_path(name)
-    speculate = with_head(config.speculate, head_method(drafter, path), name)
-    return replace(config, model=str(path), draft_model=str(drafter), speculate=speculate)
+    method = head_method(drafter, path)
+    speculate = with_head(config.speculate, method, name)
+    return replace(config, draft_model=str(drafter), speculate=speculate), method
 
 
 def prepare_checkpoint(config: Config) -> CheckpointInfo:
@@ -91,7 +97,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     folder = config.draft_trace_path.parent
     if config.trace is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(f"trace {config.trace}: {folder} is no directory that can be written", "trace")
-    config = resolve_paths(config)
+    config, method = _resolve_paths(config)
     path = Path(str(config.model))
     check_family(path, "model")
     check_context(config, path)
@@ -100,7 +106,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     apply_options(config, tokenizer, processor)
     for warning in tokenizer.generation_config.warnings:
         logger.warning("%s", warning)
-    if config.runs_draft_model and head_method(Path(str(config.draft_model)), path) is None:
+    if config.runs_draft_model and method is None:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path, rows)
     suppressed = (token_id for token_id in tokenizer.suppress_tokens if token_id < rows)

@@ -99,8 +99,9 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
         drafter = yield from _check_draft_model(config)
     if target is None or (drafter is None and config.runs_draft_model):
         return
-    yield from _check_weights(config)
-    yield from _check_tokenizers(config)
+    has_draft_model = drafter is not None and not drafter.is_head
+    yield from _check_weights(config, has_draft_model)
+    yield from _check_tokenizers(config, has_draft_model)
     if target.image_token_id is not None:
         yield _check_images(config, target)
     if drafter is not None:
@@ -134,8 +135,8 @@ def _check_model(
 
 def _check_draft_model(config: Config) -> Generator[CheckResult, None, ModelInfo | None]:
     """The draft model, or the trained head and whether it fits the model."""
-    if not _has_head(config):
-        path = Path(str(config.draft_model))
+    path = Path(str(config.draft_model))
+    if head_method(path, Path(str(config.model))) is None:
         return (yield from _check_model("draft model", path, config.gguf_dequantize))
     try:
         facts = read_drafter_info(config)
@@ -148,12 +149,12 @@ def _check_draft_model(config: Config) -> Generator[CheckResult, None, ModelInfo
     return facts
 
 
-def _check_weights(config: Config) -> Iterator[CheckResult]:
+def _check_weights(config: Config, has_draft_model: bool) -> Iterator[CheckResult]:
     """Whether the files of weights are whole and have the tensors that the model loads, by their headers.
 
     Without an engine here, the weights are those of other machines.
     """
-    draft_model = config.draft_model if config.runs_draft_model and not _has_head(config) else None
+    draft_model = config.draft_model if has_draft_model else None
     for label, name in (("weights", config.model), ("draft weights", draft_model)):
         path = Path(str(name))
         if name is None or config.load_format == "dummy" or not config.replicas:
@@ -166,7 +167,7 @@ def _check_weights(config: Config) -> Iterator[CheckResult]:
             yield CheckResult(True, f"{label}: {size} in {'GGUF' if is_gguf(path) else 'safetensors'} files")
 
 
-def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
+def _check_tokenizers(config: Config, has_draft_model: bool) -> Iterator[CheckResult]:
     try:
         path = Path(str(config.model))
         tokenizer, rows = read_tokenizer(path)
@@ -186,7 +187,7 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
         yield CheckResult(None, "tokenizer: no chat template; chat needs --chat-template FILE")
     else:
         yield CheckResult(True if chat.detection.is_proven else None, f"tool calls: {chat.detection}")
-    if config.runs_draft_model and not _has_head(config):
+    if has_draft_model:
         yield _check_drafter(tokenizer, config)
 
 
@@ -225,10 +226,6 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
         f"images: {format_count(target.vision_parameters)} parameters in the vision encoder; "
         f"{', '.join(costs)}",
     )
-
-
-def _has_head(config: Config) -> bool:
-    return head_method(Path(str(config.draft_model)), Path(str(config.model))) is not None
 
 
 def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -> CheckResult:

@@ -115,14 +115,14 @@ def _load_models(
     if draft_model is None:
         return LoadedModels(target)
     path, target_path = Path(str(config.draft_model)), Path(str(config.model))
-    method, dummy = head_method(path, target_path), config.load_format == "dummy"
-    if method is not None and path == target_path:
+    dummy = config.load_format == "dummy"
+    if draft_model.is_head and path == target_path:
         mtp_options = (dummy, config.gguf_dequantize, config.mtp_vocab_size)
         target.head = load_mtp_head(path, target, ops, precision, resolved.device, *mtp_options)
-    elif method is not None:
+    elif draft_model.is_head:
         options = (resolved.device, max_len, report, dummy, config.gguf_dequantize)
         target.head = load_head(path, target, ops, precision, *options)
-    if method is not None:
+    if draft_model.is_head:
         return LoadedModels(target)
     draft_len = min(max_len, draft_model.context_len)
     return LoadedModels(target, load_checkpoint(str(config.draft_model), draft_len), draft_len)
