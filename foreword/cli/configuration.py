@@ -32,13 +32,13 @@ from foreword.config.option_parsing import (
 )
 from foreword.config.options import Config, option_fields
 from foreword.config.speculative_config import apply_speculative_config
+from foreword.core.params import RANDOM_SEED
 from foreword.errors import ConfigError, did_you_mean
 from foreword.utils.logging import JSONFormatter
 
 PREFIX = "FOREWORD_"
 OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # not options
 TEST_PREFIX = "FOREWORD_TEST_"
-RANDOM_SEED = -1  # llama-server's value
 FOREIGN_PREFIXES = ("VLLM_", "LLAMA_ARG_", "SGLANG_")
 FOREIGN_KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY", "LLAMA_ARG_API_KEY_FILE")
 # Kubernetes sets these for a service whose name begins with such a prefix.

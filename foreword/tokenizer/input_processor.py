@@ -10,12 +10,11 @@ from itertools import product
 
 from foreword.config.options import Config
 from foreword.core.images import PromptImage
-from foreword.core.params import SEED_MASK, TO_THE_END, SamplingParams
+from foreword.core.params import RANDOM_SEED, SEED_MASK, TO_THE_END, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.tokenizer.tokenizer import Tokenizer
 
-RANDOM_SEED = -1  # llama-server's clients send it
 NO_SAMPLING_PARAMS = SamplingParams()
 
 
