@@ -31,6 +31,7 @@ class GrammarChecker:
     ) -> None:
         job_limits = JobLimits(
             cpu_s=limits.COMPILE_CPU_S,
+            cpu_s_per_mb=limits.COMPILE_CPU_S_PER_MB,
             wall_s=limits.COMPILE_WALL_S,
             num_bytes=limits.WORKER_BYTES,
             queue_timeout_s=limits.QUEUE_TIMEOUT_S,
@@ -45,7 +46,7 @@ class GrammarChecker:
 
         Raises InvalidRequest for a schema that cannot be enforced, Overloaded if no worker is free in time.
         """
-        return self._constraints.get(task, partial(self._run_job, task, task.field))
+        return self._constraints.get(task, partial(self._constrain, task))
 
     def check(self, structured: StructuredOutput) -> None:
         """Raises InvalidRequest, which names field and reason; Overloaded if no worker is free in time."""
@@ -57,21 +58,26 @@ class GrammarChecker:
         """End the workers; waiting calls raise ShuttingDown."""
         self._pool.close()
 
+    def _constrain(self, task: ConstraintTask) -> ToolConstraint:
+        try:
+            constraint: ToolConstraint = self._run_job(task)
+        except JobFailed as error:
+            raise OverBudget(f"{task.field}: {error}", task.field) from None
+        return constraint
+
     def _check(self, structured: StructuredOutput) -> InvalidRequest | None:
         """The error without the name of the field."""
         try:
-            reason = self._run_job(structured, structured.field)
-        except OverBudget as error:
-            return OverBudget(error.message.removeprefix(f"{structured.field}: "))
+            reason = self._run_job(structured)
+        except JobFailed as error:
+            return OverBudget(str(error))
         return InvalidRequest(reason) if reason else None
 
-    def _run_job(self, job: StructuredOutput | ConstraintTask, field: str) -> Any:
-        try:
-            with self._pool.worker(field) as worker:
-                worker.send(pickle.dumps(job))
-                reply = load_reply(worker.receive(MAX_REPLY_BYTES), REPLIES)
-        except JobFailed as error:
-            raise OverBudget(f"{field}: {error}", field) from None
+    def _run_job(self, job: StructuredOutput | ConstraintTask) -> Any:
+        """Raises the worker's InvalidRequest, or JobFailed."""
+        with self._pool.worker(job.field) as worker:
+            worker.send(pickle.dumps(job))
+            reply = load_reply(worker.receive(MAX_REPLY_BYTES), REPLIES)
         if isinstance(reply, InvalidRequest):
             raise reply
         return reply

@@ -17,7 +17,7 @@ from foreword.grammar import limits
 from foreword.grammar.compiler import CompiledGrammar, error_reason
 from foreword.grammar.tool_calls import ConstraintTask
 from foreword.grammar.vocab import GrammarVocab
-from foreword.workers.worker import serve
+from foreword.workers.worker import receive_job, serve
 
 
 def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
@@ -30,7 +30,7 @@ def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
         vocab.tokenizer(for_tools)  # now: a job's CPU time is limited
 
     def handle(connection: Connection) -> None:
-        job: StructuredOutput | ConstraintTask = connection.recv()
+        job: StructuredOutput | ConstraintTask = pickle.loads(receive_job(connection))
         reply: object
         try:
             reply = job.constrain() if isinstance(job, ConstraintTask) else check_grammar(job, vocab) or ""

@@ -20,7 +20,8 @@ MAX_RULES: Final = 5_000  # rules of a GBNF grammar
 MAX_TAGS: Final = 256  # tags of a structural tag
 
 # Worker that compiles a grammar for the first time.
-COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run
+COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run, or of writing one
+COMPILE_CPU_S_PER_MB: Final = 2.0  # more for each MB of the job, as for bodies
 COMPILE_WALL_S: Final = 30.0  # bounds stalls on an overloaded machine
 WORKER_BYTES: Final = 2 << 30  # address space beyond the vocabulary
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine

@@ -160,13 +160,21 @@ def test_constraints_of_tools_are_written_by_a_worker(checker: GrammarChecker) -
     assert (str(caught.value), caught.value.param) == (str(here.value), here.value.param)
 
 
-def test_dear_schema_is_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cpu_s_per_mb", [0.0, 60.0])
+def test_time_of_a_schema_is_bounded_by_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, cpu_s_per_mb: float
+) -> None:
     monkeypatch.setattr(limits, "COMPILE_CPU_S", 0.05)
+    monkeypatch.setattr(limits, "COMPILE_CPU_S_PER_MB", cpu_s_per_mb)
     checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
     arguments = {f"a{i}": {"enum": [f"{i} {j}" for j in range(40)]} for i in range(2000)}
     use = ToolUse((Tool("f", parameters={"type": "object", "properties": arguments}),), "required")
     bound = bind_format(FORMATS["qwen3-coder"], lambda text: None)
-    with pytest.raises(OverBudget, match=r"^tools: it takes more than") as caught:
-        checker.constrain(ConstraintTask(bound, use, ReasoningOptions(), False, None))
-    assert caught.value.param == "tools"
+    task = ConstraintTask(bound, use, ReasoningOptions(), False, None)
+    if cpu_s_per_mb:
+        assert checker.constrain(task) == task.constrain()
+    else:
+        with pytest.raises(OverBudget, match=r"^tools: it takes more than 0.05 s of CPU time") as caught:
+            checker.constrain(task)
+        assert caught.value.param == "tools"
     checker.close()
