@@ -23,9 +23,9 @@ from foreword.weights.gguf.gguf_weights import (
     PERMUTED_QK_ARCHITECTURES,
     SCALED_ARCHITECTURES,
     TILED_VALUE_ARCHITECTURES,
-    gguf_name,
 )
 from foreword.weights.gguf.header import TensorInfo, is_gguf, open_gguf
+from foreword.weights.gguf.tensor_names import gguf_name
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.safetensors_weights import SafetensorsFile
 

@@ -33,13 +33,13 @@ from foreword.weights.gguf.gguf_weights import (
     SCALED_ARCHITECTURES,
     GGUFWeights,
     check_tensor_types,
-    gguf_name,
     read_rope_factors,
     with_memory_info,
 )
 from foreword.weights.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
 from foreword.weights.gguf.hf_config import read_hf_config
 from foreword.weights.gguf.state_config import split_mtp_head
+from foreword.weights.gguf.tensor_names import gguf_name
 from foreword.weights.quantized.quantization_config import CONFIG_FILES, Quantization, read_quantization
 from foreword.weights.quantized.quantized_weights import QuantizedWeights
 from foreword.weights.renamed_weights import HeadlessWeights, MultipartWeights

@@ -20,7 +20,7 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foreword.weights.gguf.gguf_weights import gguf_name
+from foreword.weights.gguf.tensor_names import gguf_name
 from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import (
     DELTA_NET_FAMILIES,

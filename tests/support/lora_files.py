@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foreword.weights.gguf.gguf_weights import gguf_name
+from foreword.weights.gguf.tensor_names import gguf_name
 from tests.support.checkpoints import write_json
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value", "dense")

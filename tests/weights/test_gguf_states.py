@@ -19,7 +19,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import dequantize
 from foreword.models.model_loader import check_weights, read_model_info
-from foreword.weights.gguf.gguf_weights import gguf_name
+from foreword.weights.gguf.tensor_names import gguf_name
 from tests.support.checkpoints import STATE_FAMILIES, write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper

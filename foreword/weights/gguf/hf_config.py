@@ -9,19 +9,20 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.weights.gguf import gemma4_config
-from foreword.weights.gguf.gguf_weights import POST_NORM_ARCHITECTURES
+from foreword.weights.gguf.expert_config import (
+    EXPERTS_TENSOR,
+    check_experts,
+    expert_options,
+    expert_size_key,
+    has_experts,
+    is_mixtral,
+)
 from foreword.weights.gguf.header import GGUFFile
 from foreword.weights.gguf.latent_config import (
     LATENT_ARCHITECTURES,
-    SIGMOID_GATING,
-    SOFTMAX_GATING,
     check_latent_heads,
-    ernie_expert_options,
-    expert_group_options,
     has_score_bias,
-    latent_expert_options,
     latent_shape_options,
-    read_num_shared_experts,
 )
 from foreword.weights.gguf.metadata import (
     DEFAULT_THETA,
@@ -34,11 +35,9 @@ from foreword.weights.gguf.state_config import (
     DELTA_NET_ARCHITECTURES,
     LFM2_ARCHITECTURES,
     NEMOTRON_H_ARCHITECTURES,
-    ROUTED_ARCHITECTURES,
     SHARED_SIZE,
     STATE_ARCHITECTURES,
     falcon_h1_options,
-    nemotron_h_expert_options,
     nemotron_h_options,
     read_attention_layers,
     read_kv_heads,
@@ -46,6 +45,7 @@ from foreword.weights.gguf.state_config import (
     read_num_layers,
     state_options,
 )
+from foreword.weights.gguf.tensor_names import POST_NORM_ARCHITECTURES
 from foreword.weights.unsupported_families import missing_feature
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
@@ -142,22 +142,8 @@ BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "starcoder2": {"use_bias": "attn_q"},
     }
 )
-SIZED_EXPERT_ARCHITECTURES = (
-    *("lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
-    *ROUTED_ARCHITECTURES,
-)
-NORM_OPTION_ARCHITECTURES = ("lfm2moe", "olmoe", "qwen2moe", "qwen3moe", "qwen3next")  # `norm_topk_prob`
-SHARED_EXPERT_ARCHITECTURES = ("qwen2moe", "qwen35moe", "qwen3next")  # in all layers
-MOE_ARCHITECTURES = (
-    *LATENT_ARCHITECTURES,
-    *("ernie4_5-moe", "gpt-oss", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe"),
-    *ROUTED_ARCHITECTURES,
-    *("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"),
-)
-EXPERTS_TENSOR, SHARED_TENSOR = "blk.{}.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
 FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
 FUSED_GATE_UP = ("glm4", "phi3")
-SIGMOID_ARCHITECTURES = ("lfm2moe", "minimax-m2", *ROUTED_ARCHITECTURES)
 # Architectures with layer norms, and the option that has their epsilon
 LAYER_NORM_EPS: Mapping[str, str] = MappingProxyType(
     {
@@ -174,7 +160,6 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(  # no key declares them; silu
         **dict.fromkeys(("arcee", "nemotron"), "relu2"),
     }
 )
-SHARED_EXPERT_OPTIONS: Mapping[str, str] = MappingProxyType({"bailingmoe2": "num_shared_experts"})
 # Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
@@ -200,7 +185,7 @@ def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
         _check_shape(keys)
         options = (
             _shape_options(keys)
-            | _expert_options(keys)
+            | expert_options(keys)
             | _bias_options(keys)
             | rope_options(keys, read_tensor)
             | _family_options(keys)
@@ -250,8 +235,8 @@ def _check_shape(metadata: MetadataReader) -> None:
     _check_heads(metadata)
     if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
         return
-    if _has_experts(metadata):
-        _check_experts(metadata)
+    if has_experts(metadata):
+        check_experts(metadata)
         return
     tensor = EXPERTS_TENSOR.format(0)
     if tensor in metadata.tensors:
@@ -260,48 +245,15 @@ def _check_shape(metadata: MetadataReader) -> None:
     metadata.check_dimension("feed_forward_length", "blk.0.ffn_up.weight", 0, size)
 
 
-def _has_experts(metadata: MetadataReader) -> bool:
-    if metadata.architecture in ("granitehybrid", "llama"):
-        return metadata.get_int("expert_count", 0, low=0) > 0
-    return metadata.architecture in MOE_ARCHITECTURES
-
-
-def _is_mixtral(metadata: MetadataReader) -> bool:
-    return metadata.architecture == "llama" and _has_experts(metadata)
-
-
-def _check_experts(metadata: MetadataReader) -> None:
-    """The first layer decides: in GGUF files all layers have experts, but LFM2's first ones."""
-    num_dense = read_num_dense_layers(metadata)
-    if num_dense:
-        size = metadata.get_int("feed_forward_length")
-        metadata.check_dimension("feed_forward_length", "blk.0.ffn_up.weight", 0, size)
-    if "blk.0.ffn_up.0.weight" in metadata.tensors:
-        hint = "tensors for each expert are of files from before 2024; convert the model again"
-        raise metadata.error("expert_count", hint)
-    for key, dimension, expected in (
-        ("expert_count", 0, metadata.get_int("expert_count")),
-        (_expert_size_key(metadata), 2, metadata.get_int(_expert_size_key(metadata))),
-    ):
-        metadata.check_dimension(key, EXPERTS_TENSOR.format(num_dense), dimension, expected, 3)
-    if SHARED_TENSOR in metadata.tensors:
-        metadata.check_dimension(SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
-
-
 def _read_intermediate_size(metadata: MetadataReader) -> int:
     """Intermediate size of an MLP, or of an expert in models without MLPs."""
     if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
         return 0  # differs by layer: see nemotron_h_options()
-    if not _has_experts(metadata) or read_num_dense_layers(metadata):
+    if not has_experts(metadata) or read_num_dense_layers(metadata):
         return metadata.get_int("feed_forward_length")
-    size = metadata.get_int(_expert_size_key(metadata))
+    size = metadata.get_int(expert_size_key(metadata))
     metadata.get_int("feed_forward_length", size)  # no layer has an MLP of this size
     return size
-
-
-def _expert_size_key(metadata: MetadataReader) -> str:
-    key = "expert_feed_forward_length"
-    return key if key in metadata else "feed_forward_length"
 
 
 def _check_layers(metadata: MetadataReader) -> None:
@@ -372,7 +324,7 @@ def _read_model_type(metadata: MetadataReader) -> str:
         return "olmo3"
     if metadata.architecture == "mistral3" and metadata.get_optional_float("attention.temperature_scale"):
         return "ministral3"
-    if _is_mixtral(metadata):
+    if is_mixtral(metadata):
         return "mixtral"
     if metadata.architecture in LATENT_ARCHITECTURES and has_score_bias(metadata):
         return "deepseek_v3"
@@ -389,58 +341,8 @@ def _majority_dtype(metadata: MetadataReader) -> str:
     return values.most_common(1)[0][0]
 
 
-def _expert_options(metadata: MetadataReader) -> Options:
-    """The architecture fixes the router's rule; keys can only repeat it."""
-    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
-        return nemotron_h_expert_options(metadata)
-    if not _has_experts(metadata):
-        for key in ("expert_count", "expert_used_count"):
-            metadata.require_value(key, 0)
-        return {}
-    name = metadata.architecture
-    count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
-    if used > count:
-        raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
-    options: Options = {"num_experts": count, "num_experts_per_tok": used}
-    if name in LATENT_ARCHITECTURES:
-        return options | latent_expert_options(metadata)
-    gating = SIGMOID_GATING if name in SIGMOID_ARCHITECTURES else SOFTMAX_GATING
-    metadata.require_value("expert_gating_func", gating)
-    if name in ROUTED_ARCHITECTURES:
-        return options | _routed_options(metadata)
-    if name == "ernie4_5-moe":
-        return ernie_expert_options(metadata, count, used)
-    renormalizes = name not in ("olmoe", "qwen2moe")
-    metadata.require_value("expert_weights_norm", renormalizes)
-    metadata.require_value("expert_weights_scale", 1.0)
-    if name in SIZED_EXPERT_ARCHITECTURES:
-        options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
-    if name in NORM_OPTION_ARCHITECTURES:
-        options["norm_topk_prob"] = renormalizes
-    if name in SHARED_EXPERT_ARCHITECTURES:
-        options["shared_expert_intermediate_size"] = metadata.get_int(SHARED_SIZE)
-    if name in ("granitehybrid", "granitemoe") and metadata.get_int(SHARED_SIZE, 0, low=0):
-        options["shared_intermediate_size"] = metadata.get_int(SHARED_SIZE)
-    return options
-
-
-def _routed_options(metadata: MetadataReader) -> Options:
-    """Experts as in DeepSeek-V3: keys for the weights' sum and scale, groups, and shared experts."""
-    size = metadata.get_int(_expert_size_key(metadata))
-    shared = read_num_shared_experts(metadata, size)
-    metadata.require_value(SHARED_SIZE, shared * size)
-    return {
-        "moe_intermediate_size": size,
-        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
-        "routed_scaling_factor": metadata.get_optional_float("expert_weights_scale") or 1.0,
-        **expert_group_options(metadata),
-        "first_k_dense_replace": read_num_dense_layers(metadata),
-        SHARED_EXPERT_OPTIONS.get(metadata.architecture, "n_shared_experts"): shared,
-    }
-
-
 def _bias_options(metadata: MetadataReader) -> Options:
-    options = {} if _is_mixtral(metadata) else BIAS_OPTIONS.get(metadata.architecture, {})
+    options = {} if is_mixtral(metadata) else BIAS_OPTIONS.get(metadata.architecture, {})
     return {option: f"blk.0.{name}.bias" in metadata.tensors for option, name in options.items()}
 
 
@@ -466,7 +368,7 @@ def _family_options(metadata: MetadataReader) -> Options:
         return options | {"sliding_window": _read_window(metadata) if name == "starcoder2" else None}
     if name == "hunyuan-moe":
         metadata.require_value("expert_shared_count", 1)
-        metadata.require_value(SHARED_SIZE, metadata.get_int(_expert_size_key(metadata)))
+        metadata.require_value(SHARED_SIZE, metadata.get_int(expert_size_key(metadata)))
         return options
     if metadata.architecture in ("granite", "granitemoe"):
         return options | _granite_options(metadata)

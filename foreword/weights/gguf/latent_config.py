@@ -12,8 +12,6 @@ from foreword.weights.gguf.metadata import MetadataReader
 from foreword.weights.gguf.state_config import read_num_dense_layers
 
 LATENT_ARCHITECTURES = ("deepseek2",)
-SOFTMAX_GATING, SIGMOID_GATING = 1, 2
-SHARED_COUNT = "expert_shared_count"
 
 
 def has_score_bias(metadata: MetadataReader) -> bool:
@@ -63,64 +61,3 @@ def _read_sizes(metadata: MetadataReader) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "v_head_dim": value_length,
     }
-
-
-def latent_expert_options(metadata: MetadataReader) -> dict[str, Any]:
-    """The router's rule: a softmax, or with a bias sigmoids."""
-    is_sigmoid = has_score_bias(metadata)
-    metadata.require_value("expert_gating_func", SIGMOID_GATING if is_sigmoid else SOFTMAX_GATING)
-    size = metadata.get_int("expert_feed_forward_length")
-    options: dict[str, Any] = {
-        "first_k_dense_replace": read_num_dense_layers(metadata),
-        "moe_intermediate_size": size,
-        "n_shared_experts": read_num_shared_experts(metadata, size),
-        "routed_scaling_factor": metadata.get_float("expert_weights_scale", 1.0),
-        **expert_group_options(metadata),
-    }
-    if is_sigmoid:
-        norm = metadata.get("expert_weights_norm", False)
-        if type(norm) is not bool:
-            raise metadata.error("expert_weights_norm", f"must be a flag, got {norm!r:.60}")
-        return options | {"norm_topk_prob": norm, "num_nextn_predict_layers": 0}
-    metadata.require_value("expert_weights_norm", False)
-    return options | {"topk_method": "greedy" if options["n_group"] == 1 else "group_limited_greedy"}
-
-
-def read_num_shared_experts(metadata: MetadataReader, size: int) -> int:
-    """Shared experts of this size, compared with the tensors of the first layer with experts."""
-    count = metadata.get_int(SHARED_COUNT, 0, low=0)
-    tensor = f"blk.{read_num_dense_layers(metadata)}.ffn_down_shexp.weight"
-    if count:
-        metadata.check_dimension(SHARED_COUNT, tensor, 1, count * size)
-    elif tensor in metadata.tensors:
-        raise metadata.error(SHARED_COUNT, f"is 0, but tensor `{tensor}` is there")
-    return count
-
-
-def ernie_expert_options(metadata: MetadataReader, count: int, used: int) -> dict[str, Any]:
-    """Of ernie4_5-moe, whose options have names of their own; the size of shared experts is the tensors'."""
-    size, first = metadata.get_int("expert_feed_forward_length"), read_num_dense_layers(metadata)
-    shared = read_num_shared_experts(metadata, size)
-    metadata.ignore("expert_shared_feed_forward_length")  # the converter derives it from other sizes
-    for key, value in (("expert_weights_norm", True), ("expert_weights_scale", 1.0)):
-        metadata.require_value(key, value)
-    metadata.require_value("interleave_moe_layer_step", 1)
-    return {
-        "moe_num_experts": count,
-        "moe_k": used,
-        "moe_intermediate_size": size,
-        "moe_num_shared_experts": shared,
-        "moe_layer_start_index": first,
-    }
-
-
-def expert_group_options(metadata: MetadataReader) -> dict[str, Any]:
-    """Groups of experts, and how many of them a row chooses from."""
-    count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
-    groups, topk = metadata.get_int("expert_group_count", 1), metadata.get_int("expert_group_used_count", 1)
-    if count % groups or (groups > 1 and count == groups):
-        raise metadata.error("expert_group_count", f"{groups} does not divide {count} experts into groups")
-    if topk > groups or used > topk * (count // groups):
-        reason = f"{topk} of {groups} groups do not have expert_used_count {used} experts"
-        raise metadata.error("expert_group_used_count", reason)
-    return {"n_group": groups, "topk_group": topk}
