@@ -1,39 +1,61 @@
 """A search for counterexamples to exactness: random requests and engines by seed.
 
-    python -m benchmarks.exact_search [--seconds 60] [--cases 1000] [--seed 0]
+    python -m benchmarks.exact_search [--seconds 60] [--cases 1000] [--seed 0] [--heads 0.4] [--tiers 0.4]
 
 A case is a small random checkpoint (family, shape, format, quantization, type of the KV cache, adapters),
 random requests (sampling, penalties, limits, logprobs, n, grammars) and a random engine (drafters, batch,
 step budget, block size, cache, prefix cache). Each answer in the crowded engine is compared with that of
 the request alone with speculation off: token ids, the hash of each token's raw logits, the bits of
-log-probabilities, texts, finish reasons, errors. Prints the seed of each case that differs (`--seed SEED
---cases 1` repeats it), a summary and one JSON line; exit code 1 if one differs.
+log-probabilities, texts, finish reasons, errors. Then each request comes again, with what was learned.
+
+--heads: share of cases with a trained head that drafts: the bundled model with its own, a random EAGLE-3
+head, or the MTP head of a random checkpoint. --tiers: share of cases whose KV cache outlives the engine, on
+disk, in memory or both: the requests come again in another engine, which has the blocks of the first.
+
+Prints the seed of each case that differs (`--seed SEED --cases 1` repeats it), a summary and one JSON line;
+exit code 1 if one differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.script import print_json, run_script
 from foreword import LLM, SamplingParams, StructuredOutput
 from foreword.bench.tables import print_table
+from foreword.demo import DRAFTER as DEMO_DRAFTER
+from foreword.demo import HEAD as DEMO_HEAD
+from foreword.demo import MODEL as DEMO_MODEL
+from foreword.engine.loader import load
+from foreword.engine_client import local
+from foreword.engine_client.engine_process import KVMemory
 from foreword.errors import InvalidRequest
+from foreword.kernels.cpu.library import supported_isas
+from foreword.utils.mapped_memory import MemoryFile
 from tests.support.adversarial_grammars import COSTLY_REGEXES
 from tests.support.feature_matrix import FINISH_OPTIONS, OUTPUT_OPTIONS, SAMPLING, STRUCTURED
+from tests.support.heads import write_random_head
 from tests.test_exact import MAX_MODEL_LEN, PLAIN, SETTINGS, fingerprint, prompts
-from tests.test_exact_random import SPECULATE, random_adapters, random_model
+from tests.test_exact_random import PRECISIONS, SPECULATE, random_adapters, random_model
 
 MAX_REQUESTS = 16
+HEAD_METHODS: Mapping[str, tuple[str, ...]] = {
+    "eagle3": ("eagle3", "auto", "suffix,eagle3"),
+    "mtp": ("mtp", "auto", "suffix,mtp", "text,mtp"),
+}
+TIERS = ("disk", "memory", "disk,memory")
 GRAMMARS: tuple[dict[str, Any], ...] = (
     *STRUCTURED.values(),
     *({"structured": StructuredOutput("regex", regex)} for regex in COSTLY_REGEXES),
@@ -58,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() > end_s:
             break
         with tempfile.TemporaryDirectory() as folder:
-            found = run_case(seed, Path(folder), tally)
+            found = run_case(seed, Path(folder), tally, args.heads, args.tiers)
         tally["cases"] += 1
         if found:
             differing.append(seed)
@@ -77,14 +99,20 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="no case begins later")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--heads", type=float, default=0.4, help="share of cases with a trained head")
+    parser.add_argument(
+        "--tiers", type=float, default=0.4, help="share of cases whose cache outlives engines"
+    )
     return parser.parse_args(arguments)
 
 
-def run_case(seed: int, path: Path, tally: Counter[str]) -> str:
+def run_case(seed: int, path: Path, tally: Counter[str], heads: float, tiers: float) -> str:
     """The first difference of a case; "" if there is none."""
     chance = random.Random(seed)
-    model, drafter, family, options = random_model(chance, path)
-    lora = random_adapters(chance, family, path)
+    models = random_models(chance, path, chance.random() < heads)
+    tier = chance.choice(TIERS) if chance.random() < tiers else ""
+    family, options = models.family, models.options
+    lora = {} if models.kind in ("demo", "mtp") else random_adapters(chance, family, path)
     adapters = lora.get("lora_request", [None])
     asked = [
         Asked(prompt, params, chance.choice(adapters))
@@ -92,25 +120,98 @@ def run_case(seed: int, path: Path, tally: Counter[str]) -> str:
     ]
     options |= {name: lora[name] for name in ("lora_modules",) if name in lora}
     setting = {name: chance.choice(values) for name, values in SETTINGS.items()}
-    setting |= {"speculate": chance.choice(SPECULATE), "block_size": chance.choice((8, 16, 32))}
-    plain = open_engine(model, drafter, PLAIN, **options)
+    setting |= {"speculate": chance.choice(models.methods), "block_size": chance.choice((8, 16, 32))}
+    setting |= {"prefix_caching": True} if tier else {}
+    plain = open_engine(models.target, None, PLAIN, **options)
     expected = [_answer(plain, [request])[0] for request in asked]
-    crowded = open_engine(model, drafter, setting, **options | {"threads": 3 - options["threads"]})
-    answered = [i for i, answer in enumerate(expected) if isinstance(answer, Mapping)]
-    actual = (
-        dict(zip(answered, _answer(crowded, [asked[i] for i in answered]), strict=True)) if answered else {}
-    )
-    again = {i: _answer(crowded, [request])[0] for i, request in enumerate(asked)}  # with what was learned
-    crowded.check()
+    options |= {"threads": 3 - options["threads"]}
+    drafter = models.drafter_of(setting["speculate"])
+    with open_tier(tier, path / "kv") as stored:
+        crowded = open_engine(models.target, drafter, setting, **options, **stored)
+        answered = [i for i, answer in enumerate(expected) if isinstance(answer, Mapping)]
+        answers = _answer(crowded, [asked[i] for i in answered]) if answered else []
+        actual = dict(zip(answered, answers, strict=True))
+        crowded.check()
+        if tier:
+            _count(crowded, tally)
+            del crowded  # its blocks are written at its end
+            gc.collect()
+            crowded = open_engine(models.target, drafter, setting, **options, **stored)
+        again = {i: _answer(crowded, [request])[0] for i, request in enumerate(asked)}
+        crowded.check()
+    _count(crowded, tally)
     tally["answers"] += len(actual) + len(again)
     tally["errors"] += len(asked) - len(answered)
     tally["tokens"] += sum(sum(expected[i]["lengths"]) for i in answered)
-    tally["preemptions"] += crowded.stats.preemptions_total
-    for answers in (actual, again):
-        for i, answer in answers.items():
+    for answers_of_pass in (actual, again):
+        for i, answer in answers_of_pass.items():
             if answer != expected[i]:
-                return f"{family} {options} {setting} {asked[i]}: {answer} instead of {expected[i]}"
+                return f"{family} {options} {setting} {tier} {asked[i]}: {answer} instead of {expected[i]}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The checkpoints of a case."""
+
+    target: Path
+    draft_model: Path
+    head: Path | None  # EAGLE-3; None: the target has an MTP head, or no head is used
+    methods: tuple[str, ...]
+    family: str
+    options: dict[str, Any]
+    kind: str  # of its head: "demo", "eagle3", "mtp" or ""
+
+    def drafter_of(self, method: str) -> Path | None:
+        """`draft_model` of an engine with these drafters."""
+        if "draft" in method or (method == "auto" and not self.kind):
+            return self.draft_model
+        return self.head if method != "off" else None
+
+
+def random_models(chance: random.Random, path: Path, with_head: bool) -> Models:
+    plain_methods = tuple(method for method in SPECULATE if method != "eagle3")
+    if not with_head:
+        model, drafter, family, options = random_model(chance, path)
+        return Models(model, drafter, None, plain_methods, family, options, "")
+    kind = chance.choice(("demo", "eagle3", "mtp"))
+    if kind == "demo":
+        options = {"threads": chance.randint(1, 2), "cpu_isa": chance.choice(supported_isas())}
+        options |= chance.choice(PRECISIONS)
+        return Models(DEMO_MODEL, DEMO_DRAFTER, DEMO_HEAD, HEAD_METHODS["eagle3"], kind, options, kind)
+    model, drafter, family, options = random_model(chance, path, mtp=kind == "mtp")
+    head = write_random_head(path / "head", path / "model") if kind == "eagle3" else None
+    return Models(model, drafter, head, HEAD_METHODS[kind], family, options, kind)
+
+
+@contextlib.contextmanager
+def open_tier(tier: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Options of engines whose KV cache outlives them.
+
+    An engine in this process has private memory: here it takes that of the engine before, as processes do.
+    """
+    options = {"kv_cache_dir": str(folder)} if "disk" in tier else {}
+    if "memory" not in tier:
+        yield options
+        return
+    memory = KVMemory()
+
+    def load_with_memory(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, kv_memory=MemoryFile(memory.fd), **kwargs)
+
+    try:
+        with mock.patch.object(local, "load", load_with_memory):
+            yield options
+    finally:
+        memory.close()
+
+
+def _count(llm: LLM, tally: Counter[str]) -> None:
+    """Totals of an engine."""
+    stats = llm.stats
+    tally["preemptions"] += stats.preemptions_total
+    tally["adopted_tokens"] += stats.adopted_tokens
+    tally["disk_hit_tokens"] += 0 if stats.kv_disk is None else stats.kv_disk.hit_tokens
 
 
 def random_requests(chance: random.Random, count: int) -> list[tuple[dict[str, list[int]], SamplingParams]]:
@@ -127,13 +228,12 @@ def random_requests(chance: random.Random, count: int) -> list[tuple[dict[str, l
     return asked
 
 
-def open_engine(model: Path, drafter: Path, setting: Mapping[str, Any], **options: Any) -> LLM:
-    method = setting["speculate"]
+def open_engine(model: Path, drafter: Path | None, setting: Mapping[str, Any], **options: Any) -> LLM:
     return LLM(
         str(model),
-        speculate=method,
+        speculate=setting["speculate"],
         draft_length=setting["draft_length"],
-        draft_model=str(drafter) if "draft" in method or method == "auto" else None,
+        draft_model=None if drafter is None else str(drafter),
         num_speculative_tokens=setting["num_speculative_tokens"],
         max_num_seqs=setting["concurrent"],
         max_num_batched_tokens=setting["chunk"],

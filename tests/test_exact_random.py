@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
 from tests.support.gguf_files import NO_GGUF_FAMILIES, write_gguf
 from tests.support.heads import write_random_head
 from tests.support.lora_files import ATTENTION, LINEAR, STATES, write_adapter
+from tests.support.mtp_checkpoints import MTP_FAMILIES, mtp_gguf_keys, write_mtp_checkpoint
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
 
@@ -70,17 +71,25 @@ def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str,
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
             shape |= {key: chance.choice(sizes)} if key in known else {}
         count = chance.choice((1, 2, 5, 16))
-        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         key = next(key for key in keys if known.get(key, ...) is not ...)
-        top_k_key = "moe_topk" if "moe_topk" in known else "num_experts_per_tok"
-        shape |= {key: count, top_k_key: chance.randint(1, count)}
+        top_k_key = next(key for key in ("moe_topk", "moe_k", "num_experts_per_tok") if key in known)
+        top_k = chance.randint(1, count)
+        count, top_k = (max(count, 2), 2) if family == "phimoe" else (count, top_k)
+        shape |= {key: count, top_k_key: top_k}
         shape |= {"n_group": 1, "topk_group": 1} if "n_group" in known else {}
     return {key: value for key, value in shape.items() if FAMILIES[family].get(key) is not ...}
 
 
-def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
-    """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
-    family = chance.choice([name for name in FAMILIES if name != "nemotron_h"])  # its sizes have other names
+def random_model(
+    chance: random.Random, path: Path, mtp: bool = False
+) -> tuple[Path, Path, str, dict[str, Any]]:
+    """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine.
+
+    mtp: a family with an MTP head in its checkpoints, and such a head
+    """
+    names = MTP_FAMILIES if mtp else FAMILIES
+    family = chance.choice([name for name in names if name != "nemotron_h"])  # its sizes have other names
     has_gguf = family not in (*NO_GGUF_FAMILIES, *LATENT_FAMILIES)  # tests/weights/test_gguf_latent.py
     kinds = ("plain", "quantized", *(("gguf",) if has_gguf else ()))
     kind = chance.choice(kinds)
@@ -88,7 +97,7 @@ def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, di
     multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
     shape = random_shape(chance, family, multiple)
     seed = chance.randrange(1 << 20)
-    model = write_checkpoint(path / "model", family, seed, **shape)
+    model = (write_mtp_checkpoint if mtp else write_checkpoint)(path / "model", family, seed, **shape)
     if family in STATE_FAMILIES:
         drafter = write_related_drafter(path / "drafter", model)
     else:
@@ -98,7 +107,8 @@ def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, di
         return model, drafter, family, options | chance.choice(PRECISIONS)
     options["dtype"] = chance.choice(("float32", "bfloat16"))
     if kind == "gguf":
-        file = write_gguf(model, path / "model.gguf", GGMLQuantizationType[block.upper()])
+        keys = mtp_gguf_keys(model) if mtp else {}
+        file = write_gguf(model, path / "model.gguf", GGMLQuantizationType[block.upper()], **keys)
         return file, drafter, family, options
     formats = [name for name in FORMATS if "act-order" not in name or family not in MOE_FAMILIES]
     write_quantized(model, path / "quantized", chance.choice(formats))

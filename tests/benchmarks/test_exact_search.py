@@ -11,9 +11,10 @@ pytestmark = pytest.mark.full
 
 
 def test_no_answer_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exact_search.main(["--cases", "3", "--seconds", "600"]) == 0
+    assert exact_search.main(["--cases", "3", "--seconds", "600", "--heads", "0.5", "--tiers", "1"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["cases"] == 3 and figures["differing"] == [] and figures["tokens"] > 100
+    assert figures["adopted_tokens"] + figures["disk_hit_tokens"] > 0
 
 
 def test_rounding_in_the_crowded_engine_alone_is_found(
