@@ -140,9 +140,58 @@ def build_batch(
     with_prev_slots: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
-    token_ids, positions, slots, sampled, seq_lens = (list[int]() for _ in range(5))
-    starts, tables = [0], bytearray()
-    width = max([len(chunk.blocks) for chunk in chunks], default=1)
+    rows = _lay_out_rows(chunks, block_size)
+    padding = -len(rows.token_ids) % row_tile
+    for values in (rows.token_ids, rows.positions, rows.slots):
+        values.extend([0] * padding)
+    flat = (rows.token_ids, rows.positions, rows.slots, rows.sampled)
+    arrays = [*(np.array(values, np.int64) for values in flat), _block_tables(chunks)]
+    optional: dict[str, Array] = {}
+    if mrope:
+        optional["mrope_positions"] = _mrope_positions(chunks, padding)
+    if with_request_index:
+        optional["request_index"] = _request_index(rows.starts, len(rows.token_ids))
+    if with_lora:
+        optional["lora_slots"] = _lora_slots(chunks, padding)
+    if with_states:
+        optional |= _state_arrays(chunks)
+    if with_prev_slots:
+        optional["prev_slots"] = _prev_slots(chunks, block_size, padding)
+    tensors = upload([*arrays, *optional.values()], torch.device(device))
+    uploaded = dict(zip(optional, tensors[5:], strict=True))
+    return Batch(
+        token_ids=tensors[0],
+        positions=tensors[1],
+        slots=tensors[2],
+        sample_rows=tensors[3],
+        block_tables=tensors[4],
+        query_start_loc=tuple(rows.starts),
+        seq_lens=tuple(rows.seq_lens),
+        block_size=block_size,
+        mrope_positions=uploaded.get("mrope_positions"),
+        image_features=_image_features(chunks, rows.starts, device),
+        request_index=uploaded.get("request_index"),
+        lora_slots=uploaded.get("lora_slots"),
+        state_slots=uploaded.get("state_slots"),
+        anchor_tables=uploaded.get("anchor_tables"),
+        prev_slots=uploaded.get("prev_slots"),
+    )
+
+
+class _Rows(NamedTuple):
+    """Columns of a batch before padding."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    sampled: list[int]
+    starts: list[int]
+    seq_lens: list[int]
+
+
+def _lay_out_rows(chunks: Sequence[Chunk], block_size: int) -> _Rows:
+    rows = _Rows([], [], [], [], [0], [])
+    token_ids, positions, slots, sampled, starts, seq_lens = rows
     for chunk_ids, start, blocks, num_sampled, *_ in chunks:
         end = start + len(chunk_ids)
         assert len(blocks) * block_size >= end, "a row without a slot"
@@ -157,43 +206,16 @@ def build_batch(
             positions += range(start, end)
             slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
             sampled += range(len(token_ids) - num_sampled, len(token_ids))
-        tables += array("q", blocks).tobytes().ljust(width * BLOCK_ID_BYTES, NULL_BYTE)
+    return rows
+
+
+def _block_tables(chunks: Sequence[Chunk]) -> Ints:
+    """[B + 1, M]; the last one is that of padding."""
+    width, tables = max([len(chunk.blocks) for chunk in chunks], default=1), bytearray()
+    for chunk in chunks:
+        tables += array("q", chunk.blocks).tobytes().ljust(width * BLOCK_ID_BYTES, NULL_BYTE)
     tables += bytes(width * BLOCK_ID_BYTES)
-    padding = -len(token_ids) % row_tile
-    for values in (token_ids, positions, slots):
-        values.extend([0] * padding)
-    block_tables = np.frombuffer(tables, np.int64).reshape(len(chunks) + 1, width)
-    arrays = [np.array(values, np.int64) for values in (token_ids, positions, slots, sampled)]
-    optional: dict[str, Array] = {}
-    if mrope:
-        optional["mrope_positions"] = _mrope_positions(chunks, padding)
-    if with_request_index:
-        optional["request_index"] = _request_index(starts, len(token_ids))
-    if with_lora:
-        optional["lora_slots"] = _lora_slots(chunks, padding)
-    if with_states:
-        optional |= _state_arrays(chunks)
-    if with_prev_slots:
-        optional["prev_slots"] = _prev_slots(chunks, block_size, padding)
-    tensors = upload([*arrays, block_tables, *optional.values()], torch.device(device))
-    uploaded = dict(zip(optional, tensors[5:], strict=True))
-    return Batch(
-        token_ids=tensors[0],
-        positions=tensors[1],
-        slots=tensors[2],
-        sample_rows=tensors[3],
-        block_tables=tensors[4],
-        query_start_loc=tuple(starts),
-        seq_lens=tuple(seq_lens),
-        block_size=block_size,
-        mrope_positions=uploaded.get("mrope_positions"),
-        image_features=_image_features(chunks, starts, device),
-        request_index=uploaded.get("request_index"),
-        lora_slots=uploaded.get("lora_slots"),
-        state_slots=uploaded.get("state_slots"),
-        anchor_tables=uploaded.get("anchor_tables"),
-        prev_slots=uploaded.get("prev_slots"),
-    )
+    return np.frombuffer(tables, np.int64).reshape(len(chunks) + 1, width)
 
 
 def at_fixed_positions(batch: Batch, positions: Sequence[int]) -> Batch:

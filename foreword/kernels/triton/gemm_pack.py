@@ -375,6 +375,30 @@ def _masked_shift(words, flip, SHIFT: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def _unpack_mxfp4(words, j: tl.constexpr, dtype: tl.constexpr):
+    """Bits of exponent and mantissa as they are, times 2^(difference of exponent biases)."""
+    if dtype == tl.float32:
+        code = (words >> 4 * j).to(tl.int32)
+        return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+    else:
+        PLACE: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
+        sign = _masked_shift(words, tl.zeros_like(words), 4 * j - 12, -0x8000)
+        value = _masked_shift(words, sign, 4 * j - PLACE, 7 << PLACE).to(dtype, bitcast=True)
+        return (_computable(value) * (2.0**126 if dtype == tl.bfloat16 else 2.0**14)).to(dtype)
+
+
+@triton.jit
+def _unpack_float32(words, j: tl.constexpr, NIBBLES: tl.constexpr, FLOAT8: tl.constexpr, zero):
+    if NIBBLES:
+        return (((words >> 4 * j) & 15) - (8 if zero is None else zero)).to(tl.float32)
+    elif FLOAT8:
+        return from_float8(((words >> 8 * j) & 255).to(tl.uint8), tl.float32)
+    else:
+        value = (words << 8 * (1 - j) >> 8).to(tl.float32)
+        return value if zero is None else value - (zero - 128).to(tl.float32)
+
+
+@triton.jit
 def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr, zero=None):
     """The values at place j of each word in dtype, exactly; dense words are values already.
 
@@ -387,23 +411,9 @@ def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexp
     if FORMAT == "dense":
         return words
     elif FORMAT == "mxfp4":
-        # As float8 below: bits of exponent and mantissa as they are, times 2^(difference of exponent biases).
-        if dtype == tl.float32:
-            code = (words >> 4 * j).to(tl.int32)
-            return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
-        else:
-            PLACE: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
-            sign = _masked_shift(words, tl.zeros_like(words), 4 * j - 12, -0x8000)
-            value = _masked_shift(words, sign, 4 * j - PLACE, 7 << PLACE).to(dtype, bitcast=True)
-            return (_computable(value) * (2.0**126 if dtype == tl.bfloat16 else 2.0**14)).to(dtype)
+        return _unpack_mxfp4(words, j, dtype)
     elif dtype == tl.float32:
-        if nibbles:
-            return (((words >> 4 * j) & 15) - (8 if zero is None else zero)).to(tl.float32)
-        elif float8:
-            return from_float8(((words >> 8 * j) & 255).to(tl.uint8), tl.float32)
-        else:
-            value = (words << 8 * (1 - j) >> 8).to(tl.float32)
-            return value if zero is None else value - (zero - 128).to(tl.float32)
+        return _unpack_float32(words, j, nibbles, float8, zero)
     else:
         is_bfloat16: tl.constexpr = dtype == tl.bfloat16
         POWER: tl.constexpr = 128 if is_bfloat16 else 1024
