@@ -12,28 +12,23 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
-from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE, StateShape
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.kernels.cpu.instructions import DTYPE_IDS
 from foreword.kernels.cpu.library import (
     ISAS,
-    AddressSpace,
     AttentionLayer,
-    DraftArgs,
-    Instruction,
     KVPointers,
     LoraPointers,
     NormVectors,
     Opcode,
-    Operand,
-    ProgramInputs,
     RopeTable,
-    StateOperation,
     load_library,
     supported_isas,
 )
 from foreword.kernels.cpu.packing import CpuExperts, CpuHeads, CpuLinear, Packer, join_experts, join_heads
-from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
-from foreword.kernels.cpu.sampling import NativeSampling, delete_context
+from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder
+from foreword.kernels.cpu.sampling import delete_context
+from foreword.kernels.cpu.states import GATES, NativeStates
 from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 from foreword.kernels.unfused import UnfusedOps
@@ -41,13 +36,10 @@ from foreword.kernels.unfused import UnfusedOps
 ACTIVATIONS = MappingProxyType(  # enum Activation
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
 )
-DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
-GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2, "gelu_tanh": 3})  # enum Gate
 NUM_AXES = 3  # of M-RoPE positions
-NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 
-class CpuOps(NativeSampling, UnfusedOps):
+class CpuOps(NativeStates, UnfusedOps):
     """Runs each operation at once (csrc/common/forward_program.h); a compiled function is a program.
 
     Activations are float32 or bfloat16. One caller at a time.
@@ -67,7 +59,6 @@ class CpuOps(NativeSampling, UnfusedOps):
         self.name = f"cpu-{self.isa}"
         self._contexts = {threads: self._cpu_context}  # by number of threads
         self._packer = Packer(library, self._cpu_context)
-        self._builder: ProgramBuilder | None = None
 
     def num_torch_threads(self, max_threads: int) -> int:
         """One: the kernels have their own threads."""
@@ -184,74 +175,6 @@ class CpuOps(NativeSampling, UnfusedOps):
         assert x.shape == gate.shape and x.dtype == gate.dtype
         sizes = (x.shape[1], GATES[activation])
         return self._execute(Opcode.GATE, (x, gate), torch.empty(x.shape, dtype=x.dtype), sizes=sizes)
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, state: StateLayer, batch: Batch
-    ) -> Tensor:
-        shape = state.shape
-        assert activation in ("none", "silu") and x.dtype == state.inputs.dtype
-        assert x.shape[1:] == (shape.channels,) and weight.shape == (shape.kernel_size, shape.channels)
-        assert 1 < shape.kernel_size <= MAX_KERNEL_SIZE
-        return self._execute(
-            Opcode.CAUSAL_CONV,
-            (x,),
-            torch.empty(x.shape, dtype=x.dtype),
-            target=_state_operation(state, weight, bias),
-            keep_alive=(state, weight, bias),
-            sizes=(GATES[activation],),
-            batch=batch,
-        )
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        rates: Tensor,
-        offsets: Tensor,
-        state: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
-        shape, rows = state.shape, qkv.shape[0]
-        heads = shape.value_heads
-        assert qkv.dtype == alpha.dtype == beta.dtype == state.keys.dtype == state.updates.dtype
-        assert alpha.shape == beta.shape == (rows, heads) and rates.shape == offsets.shape == (heads,)
-        _check_heads(shape, qkv)
-        return self._execute(
-            Opcode.DELTA_RULE,
-            (qkv, alpha, beta),
-            torch.empty(rows, heads, shape.value_dim, dtype=qkv.dtype),
-            target=_state_operation(state, rates, offsets),
-            keep_alive=(state, rates, offsets),
-            batch=batch,
-        )
-
-    def ssm_scan(
-        self,
-        cbx: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        offsets: Tensor,
-        skips: Tensor,
-        limits: tuple[float, float],
-        state: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
-        shape, rows = state.shape, cbx.shape[0]
-        vectors = rates, offsets, skips
-        assert cbx.dtype == time_steps.dtype == state.keys.dtype == state.updates.dtype
-        assert time_steps.shape == (rows, shape.value_heads)
-        assert all(vector.shape == (shape.value_heads,) for vector in vectors)
-        _check_heads(shape, cbx)
-        return self._execute(
-            Opcode.SSM_SCAN,
-            (cbx, time_steps),
-            torch.empty(rows, shape.value_heads, shape.value_dim, dtype=cbx.dtype),
-            target=_state_operation(state, *vectors),
-            keep_alive=(state, vectors),
-            scalars=limits,
-            batch=batch,
-        )
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
         """In place."""
@@ -455,99 +378,11 @@ class CpuOps(NativeSampling, UnfusedOps):
         """In place."""
         return self._execute(Opcode.SOFTCAP, (), x, sizes=(x.shape[1],), scalars=(cap,))
 
-    def _execute(
-        self,
-        opcode: Opcode,
-        inputs: tuple[Tensor, ...],
-        out: Tensor | None,
-        *,
-        target: ctypes.Structure | int | None = None,
-        keep_alive: object = None,
-        sizes: tuple[int, ...] = (),
-        scalars: tuple[float, ...] = (),
-        batch: Batch | None = None,
-    ) -> Tensor:
-        """Run one instruction, or record it while tracing, where only the shape of its result counts.
-
-        keep_alive owns the memory of `target`.
-        """
-        first = inputs[0] if inputs else out
-        assert first is not None
-        written = first if out is None else out
-        instruction = Instruction(
-            op=opcode,
-            type=DTYPE_IDS.get(first.dtype, 0),
-            out_type=DTYPE_IDS[written.dtype],
-            inputs=tuple(_make_operand(tensor) for tensor in inputs),
-            out=NULL_OPERAND if out is None else _make_operand(out),
-            object=ctypes.addressof(target) if isinstance(target, ctypes.Structure) else target,
-            sizes=sizes,
-            numbers=scalars,
-        )
-        if self._builder is not None:
-            self._builder.add(instruction, inputs, out, (target, keep_alive))
-        elif batch is None:
-            self._run_program((Instruction * 1)(instruction), ProgramInputs(num_rows=written.shape[0]))
-        else:
-            program_inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
-            self._run_program((Instruction * 1)(instruction), program_inputs)
-        return written
-
-    def _run_program(self, program: ctypes.Array[Instruction], inputs: ProgramInputs) -> None:
-        self._library.foreword_run(self._cpu_context, program, len(program), ctypes.byref(inputs))
-
-    def _run_draft(
-        self, program: ctypes.Array[Instruction], inputs: ProgramInputs, draft_args: DraftArgs
-    ) -> None:
-        self._library.foreword_draft(
-            self._cpu_context, program, len(program), ctypes.byref(inputs), ctypes.byref(draft_args)
-        )
-
 
 @functools.cache
 def _axes_array(mrope_sections: MRopeSections) -> ctypes.Array[ctypes.c_int32]:
     axes = mrope_sections.angle_axes()
     return (ctypes.c_int32 * len(axes))(*axes)
-
-
-def _make_operand(tensor: Tensor) -> Operand:
-    """Rows along the first dimension, each contiguous."""
-    assert tensor.device.type == "cpu" and tensor[:1].is_contiguous(), "values of a row must be consecutive"
-    return Operand(AddressSpace.ABSOLUTE, tensor.data_ptr(), 0, tensor.stride(0) * tensor.itemsize)
-
-
-def _check_heads(shape: StateShape, inputs: Tensor) -> None:
-    assert inputs.shape[1] == 2 * shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
-    assert shape.key_dim % HEAD_DIM_MULTIPLE == shape.value_dim % HEAD_DIM_MULTIPLE == 0
-    assert shape.value_heads % shape.key_heads == 0
-
-
-def _state_operation(
-    state: StateLayer, weight: Tensor, bias: Tensor | None, skips: Tensor | None = None
-) -> StateOperation:
-    shape, tensors = state.shape, (state.inputs, state.tails, state.keys, state.updates)
-    optional = (weight, bias, skips, state.decays, state.matrices)
-    vectors = [vector for vector in optional if vector is not None]
-    assert all(tensor.is_contiguous() for tensor in (*tensors, *vectors))
-    assert all(vector.dtype == torch.float32 for vector in vectors)
-    assert state.inputs.shape[1] == state.keys.shape[1] == state.updates.shape[1] == state.decays.shape[1]
-    return StateOperation(
-        DTYPE_IDS[state.inputs.dtype],
-        0,
-        shape.channels,
-        shape.kernel_size,
-        shape.key_heads,
-        shape.value_heads,
-        shape.key_dim,
-        shape.value_dim,
-        state.inputs.shape[1],
-        state.inputs.shape[0],
-        state.tails.shape[0],
-        *(tensor.data_ptr() for tensor in tensors),
-        state.decays.data_ptr(),
-        state.matrices.data_ptr(),
-        *(None if vector is None else vector.data_ptr() for vector in (weight, bias, skips)),
-    )
 
 
 def _kv_pointers(cache: KVLayer) -> KVPointers:
