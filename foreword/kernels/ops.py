@@ -75,7 +75,8 @@ class ExpertsConfig:
     renormalize: bool  # weights are shares of the chosen experts' sum, not of all experts'
     activation: str  # as in gated_act()
     # "softmax", or "sigmoid": weights are sigmoid(logit). With a bias, experts are chosen by their weight of
-    # all experts plus their bias
+    # all experts plus their bias. "sparse_mixer": each choice has its share of the softmax over its logit and
+    # those that are not chosen before it and near it: (own - other) / max(|other|, own) <= tolerance
     scoring: str = "softmax"
     scale: float = 1.0  # of the weights
     # Experts are equal groups in order of ids, and a row chooses from the topk_groups best of them: by the
@@ -83,6 +84,7 @@ class ExpertsConfig:
     num_groups: int = 1
     topk_groups: int = 1
     gated: bool = True  # experts compute down(activation(gate) * up), or else down(activation(up))
+    tolerance: float = 0.0  # of "sparse_mixer"
 
     def __post_init__(self) -> None:
         size = self.num_experts // self.num_groups
@@ -371,7 +373,7 @@ class Ops(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """x [T, ..., H] -> (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, computed in float32.
 
-        weight, bias float32 [H].
+        weight, bias float32 [H]. Or x [T, G, H], weight [G, H] without a bias.
         """
 
     def rope(

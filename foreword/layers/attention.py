@@ -9,7 +9,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, KVLayer
 from foreword.kernels.ops import AttentionMetadata, MRopeSections, Ops
 from foreword.layers.linear import Linear
-from foreword.layers.norm import RMSNorm
+from foreword.layers.norm import Norm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Attention:
         config: AttentionConfig,
         qkv: Linear | SplitProjection,
         out: Linear,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
         v_norm: RMSNorm | None = None,
         sinks: Tensor | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Attention:
         self._ops.write_kv(k, v, cache, slots)
         return q
 
-    def _normalize(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _normalize(self, x: Tensor, norm: Norm | None) -> Tensor:
         """[T, heads, D] -> [T, heads, D]"""
         if norm is None:
             return x

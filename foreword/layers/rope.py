@@ -37,6 +37,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    mscales: tuple[float, float] | None = None  # attention factors with short_factor and long_factor
     mrope_sections: MRopeSections | None = None  # axis of each angle, in models with M-RoPE
     turned_share: float = 1.0  # of proportional: share of the angles that turn, the fastest ones
     # Queries at position p are scaled by 1 + query_beta * log(1 + floor(p / original_max_position)).
@@ -155,8 +156,11 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 def _longrope(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """Long factors if the longest context exceeds the original one, else the short factors."""
-    factors = config.long_factor if max_len > config.original_max_position else config.short_factor
+    is_long = max_len > config.original_max_position
+    factors = config.long_factor if is_long else config.short_factor
     plain = _inverse_frequencies(config.theta, config.rotary_dim) / torch.tensor(factors, dtype=torch.float32)
+    if config.mscales is not None:
+        return plain, config.mscales[is_long]
     if config.attention_factor is not None:
         return plain, config.attention_factor
     if config.factor <= 1:

@@ -47,6 +47,7 @@ from foreword.models.olmo3 import Olmo3
 from foreword.models.olmoe import Olmoe
 from foreword.models.phi import Phi
 from foreword.models.phi3 import Phi3
+from foreword.models.phimoe import PhiMoe
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
@@ -112,6 +113,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "olmoe": Olmoe,
         "phi": Phi,
         "phi3": Phi3,
+        "phimoe": PhiMoe,
         "qwen2": Qwen2,
         "qwen2_moe": Qwen2Moe,
         "qwen3": Qwen3,

@@ -14,6 +14,7 @@ from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
+    QKNorm,
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
@@ -48,13 +49,14 @@ class ParallelLayer:
 
 
 class Cohere(Decoder):
-    """Command R (08-2024 too). Command R+ norms its heads, each by weights of its own: refused."""
+    """Command R (08-2024 too), and R+, which norms its heads, each by weights of its own."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `cohere`"""
-        config.require_value("use_qk_norm", False)
-        return _read_cohere_config(config, "cohere", None)
+        base = _read_cohere_config(config, "cohere", None)
+        norms_heads = config.get_bool("use_qk_norm", False)
+        return replace(base, qk_norm=QKNorm(by_head=True)) if norms_heads else base
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""

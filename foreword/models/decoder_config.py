@@ -84,7 +84,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: QKNorm | None = None
     interleaved_rope: bool = False  # RoPE turns pairs of neighbours, not the two halves of a head
-    norm_type: str = "rms"  # or "layer"; norms of q and k are RMS norms
+    norm_type: str = "rms"  # or "layer"; norms of q and k: see QKNorm
     norm_bias: bool = False  # layer norms have biases
     norm_offset: float = 0.0  # added to norm weights
     embedding_scale: float = (
@@ -92,6 +92,7 @@ class DecoderConfig:
     )
     input_scale: float = 1.0  # scale of token embeddings and image features
     logit_scale: float = 1.0
+    act_alphas: tuple[tuple[float, float], ...] = ()  # of each layer, see Ops.act; (): none, or tensors
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
@@ -229,7 +230,8 @@ def read_moe_config(
     top_k = config.get_uniform_int(top_k_key, num_layers)
     if top_k > num_experts:
         raise config.error(top_k_key, f"must be at most `{key}`, {num_experts}, got {top_k}")
-    for training_key in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+    unused = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise")
+    for training_key in unused:
         config.get(training_key, None)
     return MoEConfig(
         ExpertsConfig(
@@ -406,6 +408,8 @@ def read_rope_section(
         rope = replace(rope, factor=options.get_float("factor", 1.0), turned_share=share)
     if original_max_position is None:
         original_max_position = options.get_int("original_max_position_embeddings", context_length)
+    else:  # beside the section; Phi-3.5-MoE has it in both places
+        options.require_value("original_max_position_embeddings", original_max_position)
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
         original = context_length if rope_type == "dynamic" else original_max_position
         rope = replace(rope, factor=options.get_float("factor"), original_max_position=original)
@@ -467,8 +471,12 @@ def _with_longrope(
     length = rope.rotary_dim // 2
     if original_max_position < 2:
         raise options.error("original_max_position_embeddings", "must be at least 2 for longrope, got 1")
+    scales = [options.get_optional_float(f"{name}_mscale") for name in ("short", "long")]
+    if (scales[0] is None) != (scales[1] is None):
+        raise options.error("short_mscale", "needs long_mscale, which is missing, or the other way")
     return replace(
         rope,
+        mscales=None if scales[0] is None or scales[1] is None else (scales[0], scales[1]),
         original_max_position=original_max_position,
         factor=options.get_float("factor", context_length / original_max_position),
         attention_factor=options.get_optional_float("attention_factor"),

@@ -79,6 +79,11 @@ class LayerBuilder:
         return float(self._weights.tensor(name, *shape).item())
 
     @property
+    def act_alphas(self) -> tuple[float, float] | None:
+        """Of the activation, where the config has them."""
+        return self._config.act_alphas[self._index] if self._config.act_alphas else None
+
+    @property
     def cache_shape(self) -> CacheShape:
         return self._config.cache_shapes[self._index]
 
@@ -103,7 +108,7 @@ class LayerBuilder:
         q, kv = config.num_heads * size, self._kv_shape.heads * size
         orders: dict[str, Tensor] = {}
         if config.interleaved_rope:
-            assert fused is None and config.qk_norm is None
+            assert fused is None and (config.qk_norm is None or config.qk_norm.by_head)
             rotary_dim = config.layer_types[self._index].rope.rotary_dim
             orders = {
                 name: deinterleaved_order(heads * size, heads, rotary_dim)
@@ -121,12 +126,19 @@ class LayerBuilder:
         size_in = head_inputs or config.hidden_size
         parts = [outputs] if head_inputs is None else [{"q_proj": outputs.pop("q_proj")}, outputs]
         linears = [self._linear(name, weights, size_in, part, config.qkv_bias, orders) for part in parts]
-        q_norm = k_norm = v_norm = None
-        if config.qk_norm is not None:
+        q_norm: Norm | None = None
+        k_norm: Norm | None = None
+        v_norm: RMSNorm | None = None
+        if config.qk_norm is not None and config.qk_norm.by_head:
+            q_norm, k_norm = (
+                self._norm_by_head(weights, name, heads, orders)
+                for name, heads in zip(("q", "k"), self._qk_heads.values(), strict=True)
+            )
+        elif config.qk_norm is not None:
             names, sizes = config.qk_norm.names, (q, kv) if config.qk_norm.all_heads else (size, size)
             q_norm = self._norm(weights, names[0], sizes[0])
             k_norm = self._norm(weights, names[1], sizes[1]) if attention.has_kv else None
-        if config.v_norm and k_norm is not None:
+        if config.v_norm and isinstance(k_norm, RMSNorm):
             v_norm = k_norm.without_weight()
         return Attention(
             self.ops,
@@ -381,6 +393,16 @@ class LayerBuilder:
     ) -> RMSNorm:
         weight = weights.tensor(f"{name}{suffix}", size) * factor
         return RMSNorm(self.ops, weight, self._config.eps, self._config.norm_offset)
+
+    def _norm_by_head(
+        self, weights: Weights, name: str, heads: int, orders: Mapping[str, Tensor]
+    ) -> LayerNorm:
+        """Weights of each head, [heads, D], in the order of the projection's rows."""
+        weight = weights.tensor(f"{name}_norm.weight", heads, self._kv_shape.head_dim)
+        order = orders.get(f"{name}_proj")
+        if order is not None:
+            weight = weight.flatten()[order].view(weight.shape)
+        return LayerNorm(self.ops, weight, None, self._config.eps)
 
 
 def build_norm(ops: Ops, config: DecoderConfig, weights: Weights, name: str) -> Norm:

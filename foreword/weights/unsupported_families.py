@@ -47,7 +47,6 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         **dict.fromkeys(("bloom", "gpt2", "gptbigcode", "gptneo", "mpt", "opt"), POSITIONS),
         **dict.fromkeys(("falcon", "gptneox"), FUSED),
         "gptj": "it needs GPT-J's names of tensors",
-        "phi2": "phi runs as a checkpoint",
         "cohere2vision": f"{VISION}; cohere2 runs",
         "afmoe": "it needs a gate of attention with a projection of its own",
         "bailinghybrid": f"{RECURRENT}; bailing_moe runs",
@@ -56,7 +55,6 @@ MISSING_FEATURES: Mapping[str, str | None] = MappingProxyType(
         "internlm": "it needs InternLM's names of tensors",
         "laguna": "it needs a number of heads for each layer",
         "mimov2": "it needs head sizes of values that differ from those of keys",
-        "phimoe": "it needs SparseMixer's choice of experts; phi3 runs",
     }
 )
 # By the whole model_type of config.json; GGUF files of these families may run

@@ -258,6 +258,34 @@ def test_factors_are_a_softmax(isa: str, renormalize: bool) -> None:
     torch.testing.assert_close(actual.double(), (kept - total).exp(), rtol=1e-7, atol=1e-12)
 
 
+def sparse_mixer_factors(logits: Tensor, top_k: int, tolerance: float) -> Tensor:
+    """float64 [T, E], expert by expert."""
+    factors = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, values in enumerate(logits.tolist()):
+        ranked = sorted(range(len(values)), key=lambda expert: -values[expert])
+        for rank in range(top_k):
+            own = values[ranked[rank]]
+            others = [values[expert] for expert in ranked[rank:]]
+            near = [x for x in others if own == x or (own - x) / max(abs(x), own) <= tolerance]
+            factors[row, ranked[rank]] = 1 / sum(math.exp(x - own) for x in near)
+    return factors
+
+
+@each_isa
+@pytest.mark.parametrize(("top_k", "tolerance"), [(2, 0.02), (2, 0.6), (4, 0.6), (1, 5.0)])
+def test_sparse_mixer_weighs_a_choice_against_logits_near_it(isa: str, top_k: int, tolerance: float) -> None:
+    """Also where logits are equal, negative, zero or infinitely low. NaN and infinity make the row NaN."""
+    rows = [[0.0, 0, 0, -1, -1, 0], [-3.0, -2, -2.5, -2, -9, -math.inf], [5.0, 4, 3, -1, 0, 4]]
+    logits = torch.cat(((randn(60, 6) * 2), torch.tensor(rows)))
+    config = ExpertsConfig(6, top_k, True, "silu", "sparse_mixer", 1.5, tolerance=tolerance)
+    expected = 1.5 * sparse_mixer_factors(logits, top_k, tolerance)
+    broken = logits[:3].clone()
+    broken[0, 3], broken[2, 5] = math.nan, math.inf
+    for ops in (cpu_ops_by_threads(isa)[0], REFERENCE):
+        torch.testing.assert_close(factors_of(ops, logits, config).double(), expected, rtol=1e-6, atol=1e-12)
+        assert factors_of(ops, broken, config).isnan().all(1).tolist() == [True, False, True]
+
+
 @each_isa
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_factors_are_scaled_by_expert(isa: str, scoring: str) -> None:

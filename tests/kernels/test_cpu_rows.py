@@ -67,6 +67,9 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
         ),
         "layer_norm": lambda ops, x: ops.layer_norm(x[:, :width], weight, None, 1e-5),
         "layer_norm of heads": lambda ops, x: ops.layer_norm(x.view(-1, 2, width), weight, weight, 1e-5),
+        "layer_norm by head": lambda ops, x: ops.layer_norm(
+            x.view(-1, 2, width), torch.stack((weight, 2 * weight)), None, 1e-5
+        ),
         "rope": rope,
         "mrope": mrope,
         "silu": lambda ops, x: ops.gated_act(x, "silu"),
@@ -124,6 +127,11 @@ def test_layer_norm(isa: str, dtype: torch.dtype, width: int, has_bias: bool):
     expected = F.layer_norm(wide, (width,), weight.double(), None if bias is None else bias.double(), 1e-5)
     actual = cpu_ops_by_threads(isa)[0].layer_norm(x, weight, bias, 1e-5)
     torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+    by_head = torch.stack((weight, -weight, 2 * weight))
+    for ops in (cpu_ops_by_threads(isa)[0], ReferenceOps()):
+        heads = ops.layer_norm(x, by_head, None, 1e-5)
+        plain = [ops.layer_norm(x[:, i].contiguous(), by_head[i], None, 1e-5) for i in range(3)]
+        assert torch.equal(heads, torch.stack(plain, 1))
 
 
 @each_isa

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,15 @@ def test_frequencies_match_transformers_at_max_length(rope_type: str, max_len: i
     theirs, their_scale = expected(rope_type, options, max_len)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert scale == pytest.approx(their_scale)
+
+
+def test_mscales_are_the_factors_of_short_and_long_contexts():
+    """Phi-3.5-MoE's; they replace what the factor implies."""
+    plain = RopeConfig("longrope", 5000.0, DIM, **OURS["longrope"])
+    scaled = replace(plain, mscales=(1.2, 1.4))
+    for max_len, expected_scale in ((1024, 1.2), (1025, 1.4)):
+        frequencies, scale = rope_frequencies(scaled, max_len)
+        assert scale == expected_scale and torch.equal(frequencies, rope_frequencies(plain, max_len)[0])
 
 
 def test_every_rope_type_is_compared():

@@ -41,6 +41,7 @@ class Layout:
     qk_norms: tuple[str, ...] = ()
     qk_norm_option: Flag = always
     norms_all_heads: bool = False
+    norms_by_head: bool = False
     sinks: bool = False
     gate_up: tuple[str, ...] = (
         "gate_proj",
@@ -110,7 +111,13 @@ LAYOUTS: dict[str, Layout] = {
         score_bias="mlp.gate.expert_bias",
         **BAILING,
     ),
-    "cohere": Layout("CohereForCausalLM", **COHERE),
+    "cohere": Layout(
+        "CohereForCausalLM",
+        qk_norms=QK,
+        qk_norm_option=option("use_qk_norm"),
+        norms_by_head=True,
+        **COHERE,
+    ),
     "cohere2": Layout("Cohere2ForCausalLM", **COHERE),
     "cohere2_moe": Layout(
         "Cohere2MoeForCausalLM",
@@ -211,6 +218,17 @@ LAYOUTS: dict[str, Layout] = {
         mlp_bias=always,
         head_bias=always,
     ),
+    "phimoe": Layout(
+        "PhimoeForCausalLM",
+        norm_bias=True,
+        qkv_bias=option("attention_bias"),
+        out_bias=option("attention_bias"),
+        head_bias=option("lm_head_bias"),
+        is_sparse=lambda config, index: True,
+        module="block_sparse_moe",
+        experts=("w1", "w3", "w2"),
+        expert_size="intermediate_size",
+    ),
     "seed_oss": Layout(
         "SeedOssForCausalLM",
         qkv_bias=option("attention_bias", True),
@@ -229,7 +247,9 @@ LAYOUTS: dict[str, Layout] = {
         mlp_bias=option("use_bias", True),
     ),
 }
-LAYER_NORM_FAMILIES = ("cohere", "cohere2", "cohere2_moe", "nemotron", "phi", "stablelm", "starcoder2")
+LAYER_NORM_FAMILIES = (
+    *("cohere", "cohere2", "cohere2_moe", "nemotron", "phi", "phimoe", "stablelm", "starcoder2"),
+)
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -377,6 +397,15 @@ LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "nemotron": {"rms_norm_eps": ..., "norm_eps": 1e-5, "hidden_act": "relu2"},
     "phi": {**LAYER_NORM, "hidden_act": "gelu_new"},
+    "phimoe": {
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "router_jitter_noise": 0.3,  # 0.01 leaves few logits near each other
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "seed_oss": {"head_dim": 16},
     "solar_open": {
         **ROUTED_EXPERTS,
@@ -440,7 +469,8 @@ def _attention(layout: Layout, config: dict[str, Any]) -> Shapes:
     result |= _linear(layout.out, hidden, q, layout.out_bias(config))
     if layout.qk_norm_option(config):
         for name, size in zip(layout.qk_norms, (q, kv), strict=False):
-            result[f"{name}.weight"] = (size if layout.norms_all_heads else head_dim,)
+            shape = (size if layout.norms_all_heads else head_dim,)
+            result[f"{name}.weight"] = (size // head_dim, head_dim) if layout.norms_by_head else shape
     if layout.sinks:
         result["sinks"] = (heads,)
     return {f"{layout.attention}.{name}": shape for name, shape in result.items()}

@@ -36,6 +36,7 @@ from foreword.kernels.unfused import UnfusedOps
 ACTIVATIONS = MappingProxyType(  # enum Activation
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
 )
+SCORINGS = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparse_mixer": 2})  # enum Scoring
 NUM_AXES = 3  # of M-RoPE positions
 
 
@@ -140,11 +141,11 @@ class CpuOps(NativeStates, UnfusedOps):
                 config.top_k,
                 config.renormalize,
                 ACTIVATIONS[config.activation],
-                config.scoring == "sigmoid",
+                SCORINGS[config.scoring],
                 config.num_groups,
                 config.topk_groups,
             ),
-            scalars=(config.scale,),
+            scalars=(config.scale, config.tolerance),
         )
 
     def pack_heads(self, heads: Sequence[CpuLinear]) -> CpuHeads:
@@ -237,14 +238,16 @@ class CpuOps(NativeStates, UnfusedOps):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         vectors = [vector for vector in (weight, bias) if vector is not None]
         assert all(vector.dtype == torch.float32 and vector.is_contiguous() for vector in vectors)
-        assert all(vector.shape == x.shape[-1:] for vector in vectors)
+        by_head = weight.dim() - 1
+        assert all(vector.shape == x.shape[x.dim() - weight.dim() :] for vector in vectors)
+        assert by_head == 0 or (by_head == 1 and bias is None)
         return self._execute(
             Opcode.LAYER_NORM,
             (x,),
             torch.empty(x.shape, dtype=x.dtype),
             target=NormVectors(weight.data_ptr(), None if bias is None else bias.data_ptr()),
             keep_alive=vectors,
-            sizes=(x[0].numel() // x.shape[-1], x.shape[-1]),
+            sizes=(x[0].numel() // x.shape[-1], x.shape[-1], x.shape[-1] * by_head),
             scalars=(eps,),
         )
 

@@ -8,6 +8,7 @@ then depend only on the row. FastMathOps has no row tiles: faster for many rows,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -383,8 +384,8 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
 
 def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     """Experts of each row, int64 [T, top_k], and their weights, float32 [T, top_k]."""
-    is_softmax = config.scoring == "softmax"
-    scores = logits if is_softmax else map_values(torch.sigmoid, logits)
+    is_softmax, is_sigmoid = config.scoring == "softmax", config.scoring == "sigmoid"
+    scores = map_values(torch.sigmoid, logits) if is_sigmoid else logits
     ranked = scores
     if bias is not None:
         ranked = (_softmax(logits) if is_softmax else scores) + bias
@@ -392,6 +393,8 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     if config.topk_groups < config.num_groups:
         order = _of_best_groups(order, ranked, config)
     order = order[:, : config.top_k]
+    if config.scoring == "sparse_mixer":
+        return order, _sparse_mixer_shares(logits, order, config.tolerance) * config.scale
     powers = scores.gather(1, order)
     all_powers = powers
     if is_softmax:
@@ -402,6 +405,18 @@ def _route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[
     if is_softmax or config.renormalize:
         powers = powers / _sum_in_order(all_powers)[:, None]
     return order, powers * config.scale
+
+
+def _sparse_mixer_shares(logits: Tensor, order: Tensor, tolerance: float) -> Tensor:
+    """Weights float32 [T, top_k] of the experts in `order`: see ExpertsConfig. Source: arXiv 2409.12136."""
+    remaining, shares = logits, []
+    for expert in torch.split(order, 1, dim=1):
+        own = logits.gather(1, expert)
+        is_far = (own - logits) / torch.maximum(logits.abs(), own) > tolerance
+        powers = map_values(torch.exp, remaining.masked_fill(is_far, -math.inf) - own)
+        shares.append(1.0 / _sum_in_order(powers))
+        remaining = remaining.scatter(1, expert, -math.inf)
+    return torch.stack(shares, 1)
 
 
 def _softmax(logits: Tensor) -> Tensor:

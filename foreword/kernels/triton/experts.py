@@ -66,10 +66,12 @@ class TritonExperts(TritonLinear):
         shares = torch.empty(pairs, dtype=torch.float32, device=x.device)
         _route_kernel[(len(x),)](
             *(logits.contiguous(), weights.bias, weights.scales, chosen, shares, config.scale),
+            config.tolerance,
             TOP_K=config.top_k,
             NUM_EXPERTS=config.num_experts,
             RENORMALIZE=config.renormalize,
             SIGMOID=config.scoring == "sigmoid",
+            MIXER=config.scoring == "sparse_mixer",
             NUM_GROUPS=config.num_groups,
             TOPK_GROUPS=config.topk_groups,
             RANKS=triton.next_power_of_2(config.top_k),
@@ -194,19 +196,27 @@ def _choose_groups(
 
 
 @triton.jit
+def _mixer_share(values, own, available, tolerance):
+    """Share of a logit `own` in the softmax over the available values near it; see ExpertsConfig."""
+    distances = tl.div_rn(own - values, tl.maximum(tl.abs(values), own))
+    is_near = available & ~(distances > tolerance)
+    return 1.0 / tl.sum(tl.where(is_near, tl.exp(values - own), 0.0), 0)
+
+
+@triton.jit
 def _route_kernel(
-    logits, bias, scales, chosen, shares, scale,
+    logits, bias, scales, chosen, shares, scale, tolerance,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    MIXER: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Experts of the TOP_K largest scores of a row, ties to the lowest id, and their weights.
 
     Scores are logits, and weights shares of the softmax; or (SIGMOID) scores and weights are sigmoids. With
     a bias [NUM_EXPERTS], scores are sigmoids, or shares of all experts, plus the bias. Weights are
     multiplied by scale, and by scales [NUM_EXPERTS] unless it is None. logits float32 [T, NUM_EXPERTS];
-    chosen int32 and shares float32 [T, TOP_K], in order of falling scores. NUM_GROUPS, TOPK_GROUPS: see
-    ExpertsConfig.
+    chosen int32 and shares float32 [T, TOP_K], in order of falling scores. MIXER with its tolerance,
+    NUM_GROUPS and TOPK_GROUPS: see ExpertsConfig.
     """
     if PDL:
         gdc_wait()
@@ -237,6 +247,8 @@ def _route_kernel(
     for rank in range(TOP_K):
         best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
         value = tl.sum(tl.where(expert == best, weights, 0.0), 0)
+        if MIXER:
+            value = _mixer_share(values, value, inside & (keys > TAKEN), tolerance)
         highest = tl.where(rank == 0, value, highest)
         total += value if SIGMOID else tl.exp(value - highest)
         top_values = tl.where(ranks == rank, value, top_values)
@@ -247,11 +259,13 @@ def _route_kernel(
     if bias is not None and not SIGMOID:  # the largest logit need not be of the first choice
         highest = tl.max(tl.where(ranks < TOP_K, top_values, -float("inf")), 0)
         total = tl.sum(tl.where(ranks < TOP_K, tl.exp(top_values - highest), 0.0), 0)
-    if not RENORMALIZE:
+    if MIXER:
+        total = 1.0
+    elif not RENORMALIZE:
         if bias is not None and not SIGMOID:
             highest = tl.max(weights, 0)
         total = 1.0 if SIGMOID else tl.sum(tl.where(inside, tl.exp(weights - highest), 0.0), 0)
-    powers = top_values if SIGMOID else tl.exp(top_values - highest)
+    powers = top_values if SIGMOID or MIXER else tl.exp(top_values - highest)
     tl.store(shares + row * TOP_K + ranks, powers / total * factors, mask=ranks < TOP_K)
 
 

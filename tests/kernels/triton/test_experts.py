@@ -77,7 +77,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
     has_residual=st.booleans(),
-    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    scoring=st.sampled_from(["softmax", "sigmoid", "sparse_mixer"]),
     scaled=st.booleans(),
     gated=st.booleans(),
 )
@@ -88,7 +88,8 @@ def test_experts_match_reference(
     fits = sizes[0] % groups[0] == 0 and sizes[1] <= sizes[0] // groups[0] * groups[1]
     scale = 1.0 if scoring == "softmax" else 1.7
     rule = (renormalize, activation, scoring, scale)
-    config = ExpertsConfig(*sizes, *rule, *(groups if fits else (1, 1)), gated=gated)
+    has_groups = fits and scoring != "sparse_mixer"
+    config = ExpertsConfig(*sizes, *rule, *(groups if has_groups else (1, 1)), gated=gated, tolerance=0.3)
     hidden, inner = shape
     x, logits = normal(rows, hidden, seed=1), normal(rows, config.num_experts, seed=2) * 2
     residual = normal(rows, hidden, seed=3) if has_residual else None
@@ -232,9 +233,10 @@ def test_row_tiles_are_bounded(counts: list[int], tile_rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of numpy
-def test_broken_row_stays_alone() -> None:
+@pytest.mark.parametrize("scoring", ["softmax", "sparse_mixer"])
+def test_broken_row_stays_alone(scoring: str) -> None:
     """A row with NaN logits chooses experts that exist."""
-    ops, config = TritonOps(), ExpertsConfig(6, 2, True, "silu")
+    ops, config = TritonOps(), ExpertsConfig(6, 2, True, "silu", scoring, tolerance=0.3)
     weights = pack(ops, config, 64, 32)
     x, logits = normal(5, 64, seed=1), normal(5, 6, seed=2)
     with exact_dot():
@@ -252,7 +254,8 @@ def test_experts_have_one_format() -> None:
         ops.pack_experts(layers, layers)
 
 
-def test_small_kernels_compile_without_spilling() -> None:
+@pytest.mark.parametrize("mixer", [False, True])
+def test_small_kernels_compile_without_spilling(mixer: bool) -> None:
     kernels = {
         "_route_kernel": (
             {
@@ -262,10 +265,11 @@ def test_small_kernels_compile_without_spilling() -> None:
                 "chosen": "*i32",
                 "shares": "*fp32",
                 "scale": "fp32",
+                "tolerance": "fp32",
             },
             dict.fromkeys(("TOP_K", "NUM_GROUPS", "RANKS"), 8)
             | dict.fromkeys(("NUM_EXPERTS", "BLOCK"), 256)
-            | {"TOPK_GROUPS": 4, "RENORMALIZE": True, "SIGMOID": True},
+            | {"TOPK_GROUPS": 4, "RENORMALIZE": True, "SIGMOID": not mixer, "MIXER": mixer},
         ),
         "_group_kernel": (
             dict.fromkeys(("chosen", "places", "input_rows", "tiles"), "*i32")

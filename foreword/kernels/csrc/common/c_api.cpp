@@ -56,7 +56,7 @@ extern "C" {
 
 // Version of the functions here, in logits_processors.cpp, sampler.cpp, suffix_index.cpp and text_drafts.cpp, and of their
 // structures.
-int64_t foreword_native_version() { return 22; }
+int64_t foreword_native_version() { return 23; }
 
 int32_t foreword_supported(int32_t isa) { return foreword::supported(static_cast<Isa>(isa)); }
 

@@ -271,10 +271,11 @@ private:
         cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c), c.sizes[2]});
     }
 
-    // in: x; object: NormVectors; sizes: heads, width; numbers: eps
+    // in: x; object: NormVectors; sizes: heads, width, stride of the weight; numbers: eps
     void layer_norm(const Instruction& c) {
         const auto& [weight, bias] = *static_cast<const NormVectors*>(c.object);
-        cpu_.rows_.layer_norm(context_, {weight, bias, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
+        cpu_.rows_.layer_norm(context_, {weight, bias, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c),
+                                             c.sizes[2]});
     }
 
     // in: x, positions; object: RopeTable; sizes: heads, dim, rotary, positions of the table
@@ -324,12 +325,12 @@ private:
         cpu_.rows_.softcap(context_, {c.numbers[0], rows(c.out), c.sizes[0], count(c)});
     }
 
-    // in: x, logits, add_to (or null); object: Experts; sizes: top_k, renormalize, activation, sigmoid, groups, top
-    // groups; numbers: scale
+    // in: x, logits, add_to (or null); object: Experts; sizes: top_k, renormalize, activation, Scoring, groups, top
+    // groups; numbers: scale, tolerance
     void experts(const Instruction& c) {
         const auto& weights = *static_cast<const Experts*>(c.object);
-        run_experts(context_, cpu_.isa_, {weights, c.sizes[0], c.sizes[1] != 0, c.sizes[3] != 0, c.sizes[4], c.sizes[5], c.numbers[0],
-                                          static_cast<Activation>(c.sizes[2]), c.type, rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out), count(c)});
+        run_experts(context_, cpu_.isa_, {weights, c.sizes[0], c.sizes[1] != 0, static_cast<Scoring>(c.sizes[3]), c.sizes[4], c.sizes[5],
+                                          c.numbers[0], c.numbers[1], static_cast<Activation>(c.sizes[2]), c.type, rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out), count(c)});
     }
 
     // in: x, gate; sizes: width, type of the gate

@@ -105,6 +105,7 @@ struct LayerNormArgs {
     Type type;
     RowView x, y;
     int64_t heads, width, rows;
+    int64_t weight_stride = 0;
 };
 
 enum class Activation : int32_t { SILU, GELU, GELU_TANH, GPT_OSS, RELU2, XIELU };

@@ -41,7 +41,7 @@ std::vector<Entry> rank_experts(const float* values, const ExpertsArgs& args) {
     std::vector<float> scores(args.groups);
     for (int64_t group = 0; group < args.groups; group++) {
         std::vector<Entry> first;
-        rank(values, group * size, (group + 1) * size, args.sigmoid && size > 1 ? 2 : 1, first);
+        rank(values, group * size, (group + 1) * size, args.scoring == Scoring::SIGMOID && size > 1 ? 2 : 1, first);
         for (const Entry& entry : first) scores[group] += entry.value;
     }
     rank(scores.data(), 0, args.groups, args.top_groups, groups);
@@ -83,13 +83,30 @@ void weigh_by_softmax(const float* logits, const ExpertsArgs& args, const std::v
     for (int64_t rank = 0; rank < args.top_k; rank++) factors[rank] = static_cast<float>(args.scale * softmax.weight(chosen[rank]));
 }
 
+// SparseMixer, arXiv 2409.12136; see ExpertsArgs.
+void weigh_by_sparse_mixer(const float* logits, const ExpertsArgs& args, const std::vector<Entry>& best, float* factors) {
+    std::vector<bool> taken(args.experts.count);
+    for (int64_t rank = 0; rank < args.top_k; rank++) {
+        const float top = logits[best[rank].id];
+        int64_t total = 0;  // see Softmax
+        for (int64_t id = 0; id < args.experts.count; id++) {
+            const bool far = (top - logits[id]) / std::max(std::abs(logits[id]), top) > args.tolerance;
+            if (!far && !taken[id]) total += exp_fixed_point(static_cast<double>(logits[id]) - top);
+        }
+        factors[rank] = static_cast<float>(args.scale * (static_cast<double>(exp_fixed_point(0.0)) / static_cast<double>(total)));
+        if (total == 0) factors[rank] = NAN;  // an infinite logit
+        taken[best[rank].id] = true;
+    }
+}
+
 // What experts are ranked by with a bias, or by their sigmoids; NaN for logits that are NaN.
 std::vector<float> biased_scores(const float* logits, const ExpertsArgs& args) {
     const int64_t count = args.experts.count;
-    const Softmax softmax(logits, args.sigmoid ? 0 : count);
+    const bool sigmoid = args.scoring == Scoring::SIGMOID;
+    const Softmax softmax(logits, sigmoid ? 0 : count);
     std::vector<float> scores(count);
     for (int64_t id = 0; id < count; id++) {
-        const auto score = static_cast<float>(args.sigmoid ? sigmoid_of(logits[id]) : softmax.weight(logits[id]));
+        const auto score = static_cast<float>(sigmoid ? sigmoid_of(logits[id]) : softmax.weight(logits[id]));
         scores[id] = std::isnan(logits[id]) ? NAN : args.experts.bias == nullptr ? score : score + args.experts.bias[id];
     }
     return scores;
@@ -98,12 +115,16 @@ std::vector<float> biased_scores(const float* logits, const ExpertsArgs& args) {
 // The chosen experts of a row, by rank, and their factors.
 void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
     const int64_t count = args.experts.count;
-    const bool ranks_logits = !args.sigmoid && args.experts.bias == nullptr;
+    const bool ranks_logits = args.scoring != Scoring::SIGMOID && args.experts.bias == nullptr;
     const std::vector<float> scores = ranks_logits ? std::vector<float>() : biased_scores(logits, args);
     const float* values = ranks_logits ? logits : scores.data();
     const bool usable = std::none_of(values, values + count, [](float value) { return std::isnan(value); });
     const std::vector<Entry> best = rank_experts(values, args);
-    (args.sigmoid ? weigh_by_sigmoid : weigh_by_softmax)(logits, args, best, factors);
+    switch (args.scoring) {
+        case Scoring::SOFTMAX: weigh_by_softmax(logits, args, best, factors); break;
+        case Scoring::SIGMOID: weigh_by_sigmoid(logits, args, best, factors); break;
+        case Scoring::SPARSE_MIXER: weigh_by_sparse_mixer(logits, args, best, factors); break;
+    }
     for (int64_t rank = 0; rank < args.top_k; rank++) {
         chosen[rank] = best[rank].id;
         if (args.experts.scales != nullptr) factors[rank] *= args.experts.scales[best[rank].id];
