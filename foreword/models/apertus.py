@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from foreword.errors import CheckpointError
 from foreword.models.decoder import Decoder
@@ -14,6 +16,7 @@ from foreword.weights.config_reader import ConfigReader
 THETA = 12_000_000.0
 NORMS = ("attention_layernorm", "feedforward_layernorm")
 XIELU_BETA = 0.5
+CONSTANTS = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 class Apertus(Decoder):
@@ -27,7 +30,7 @@ class Apertus(Decoder):
             config.require_value(key, value)
         if "rope_parameters" not in config and "rope_scaling" not in config:
             raise config.error("rope_scaling", "is missing")
-        return read_decoder_config(
+        base = read_decoder_config(
             config,
             "apertus",
             qkv_bias=bias,
@@ -37,19 +40,42 @@ class Apertus(Decoder):
             theta=THETA,
             activation=config.get_choice("hidden_act", {"xielu": "xielu"}, "xielu"),
         )
+        constants = config.get_section("xielu")  # of GGUF files, by layer; else they are tensors
+        return base if constants is None else replace(base, act_alphas=_read_all_alphas(constants, base))
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        mlp = builder.ungated_mlp(alphas=_read_alphas(builder))
+        mlp = builder.ungated_mlp(alphas=builder.act_alphas or _read_alphas(builder))
         return LlamaLayer(builder, mlp=mlp, norms=NORMS)
 
 
+def _read_all_alphas(constants: ConfigReader, base: DecoderConfig) -> tuple[tuple[float, float], ...]:
+    count, columns = len(base.layer_types), []
+    for name in CONSTANTS:
+        values = constants.get(name)
+        if not isinstance(values, list) or [*map(type, values)] != [float] * count:
+            raise constants.error(name, f"must be a list of {count} numbers, got {values!r:.60}")
+        columns.append(values)
+    constants.check_all_read()
+    return tuple(
+        _compute_alphas(dict(zip(CONSTANTS, row, strict=True))) for row in zip(*columns, strict=True)
+    )
+
+
 def _read_alphas(builder: LayerBuilder) -> tuple[float, float]:
-    """See Ops.act; stored before a softplus. Constants without values (headers, random weights) are zeros."""
+    """Of checkpoints. Constants without values (headers, random weights) are zeros."""
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-    values = {name: builder.scalar(f"mlp.act_fn.{name}", shape) for name, shape in shapes.items()}
+    return _compute_alphas(
+        {name: builder.scalar(f"mlp.act_fn.{name}", shape) for name, shape in shapes.items()}
+    )
+
+
+def _compute_alphas(values: Mapping[str, float]) -> tuple[float, float]:
+    """See Ops.act; constants are stored before a softplus."""
     if (values["beta"] or values["eps"]) and values["beta"] != XIELU_BETA:
-        problem = f"tensor `mlp.act_fn.beta` must be {XIELU_BETA} here, got {values['beta']:g}"
-        raise CheckpointError(problem, "model")
-    positive, negative = (math.log1p(math.exp(values[name])) for name in ("alpha_p", "alpha_n"))
+        raise CheckpointError(f"xIELU's beta must be {XIELU_BETA} here, got {values['beta']:g}", "model")
+    positive, negative = (
+        max(value, 0.0) + math.log1p(math.exp(-abs(value)))
+        for value in (values["alpha_p"], values["alpha_n"])
+    )
     return positive, XIELU_BETA + negative

@@ -34,5 +34,6 @@ class Phi(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        attention = builder.attention("self_attn", out="dense")
+        fused = "qkv_proj" if builder.has("self_attn.qkv_proj.weight") else None  # of older GGUF files
+        attention = builder.attention("self_attn", fused, out="dense")
         return ParallelLayer(builder, attention, builder.ungated_mlp("mlp", "fc1", "fc2"))

@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
+    "phi": "phi2",
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -76,8 +77,8 @@ EXAONE_NAMES = {
 }
 # Families without an architecture of files, or with one that is not supported
 NO_GGUF_FAMILIES = (
-    *("apertus", "bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
-    *("mellum", "ministral", "mistral4", "phi", "solar_open"),
+    *("bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
+    *("mellum", "ministral", "mistral4", "phimoe", "solar_open"),
 )
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 # Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
@@ -96,6 +97,7 @@ DEFAULT_ROTARY_FACTORS = {
     "glm4": 0.5,
     "glm4_moe": 0.5,
     "nemotron": 0.5,
+    "phi": 0.5,
     "stablelm": 0.25,
 }
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -118,6 +120,7 @@ def write_gguf(
     more: Write | None = None,
     architecture: str = "",
     fuse_experts: bool = False,
+    join_qkv: bool = False,
     join_qkvz: bool = False,
     join_kv_b: bool = False,
     **metadata: Any,
@@ -127,6 +130,7 @@ def write_gguf(
     more          writes further keys and tensors
     architecture  of the file, if not the usual one of the family
     fuse_experts  gate and up of all experts in one tensor
+    join_qkv      q, k and v in one tensor, as in older files of phi2
     join_qkvz     in_proj_qkvz of Qwen3-Next stays one tensor, as in older files
     join_kv_b     kv_b_proj stays one tensor, and lengths are those of heads, as in older files of deepseek2
     metadata      keys of the architecture, dots as two underscores; None removes one
@@ -152,7 +156,9 @@ def write_gguf(
     stored = {_mtp_name(name, config): tensor for name, tensor in stored.items()}
     if config["model_type"] == "exaone":
         stored = {_llama_name(name): tensor for name, tensor in stored.items()}
-    tensors = stack_experts(stored, fuse_experts)
+    if architecture == "apertus":
+        stored = split_xielu(writer, stored)
+    tensors = stack_experts(join_qkv_proj(stored) if join_qkv else stored, fuse_experts)
     if config["model_type"] == "granitemoehybrid" and not config["num_local_experts"]:
         tensors = {name.replace("shared_mlp", "mlp"): tensor for name, tensor in tensors.items()}
     tensors = tensors if join_kv_b else split_kv_b(tensors, config)
@@ -165,6 +171,9 @@ def write_gguf(
         is_float |= "ffn_gate_inp" in file_name or file_name.endswith("bias")
         stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
+    if architecture == "apertus":
+        divisors = llama3_divisors(config["rope_parameters"], config["hidden_size"] // 4)
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     if architecture == "gemma4":
         writer.add_tensor(gemma4.ROPE_FREQS, np.array(gemma4.rope_divisors(config), np.float32))
     if more is not None:
@@ -230,6 +239,34 @@ def stack_experts(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
             module = name.removesuffix("gate_proj")
             gate, up = result.pop(name), result.pop(f"{module}up_proj")
             result[f"{module}gate_up_proj"] = torch.cat((gate, up), 1)
+    return result
+
+
+def split_xielu(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the constants of activations, which become keys."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        constants = [value for key, value in tensors.items() if key.endswith(f"act_fn.{name}")]
+        writer.add_array(f"xielu.{name}", [float(value) for value in constants])
+    return {name: value for name, value in tensors.items() if ".act_fn." not in name}
+
+
+def llama3_divisors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    """Divisors of frequencies of RoPE's type llama3, as the converter writes them."""
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    ratio = rope["original_max_position_embeddings"] / wavelengths
+    smooth = ((ratio - low) / (high - low)).clip(0, 1)
+    divisors: list[float] = (1 / ((1 - smooth) / rope["factor"] + smooth)).tolist()
+    return divisors
+
+
+def join_qkv_proj(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """q_proj, k_proj and v_proj in one, weights and biases."""
+    result = {name: tensor for name, tensor in tensors.items() if ".q_proj." not in name}
+    for name in tensors.keys() - result.keys():
+        parts = [name.replace(".q_proj.", f".{letter}_proj.") for letter in "qkv"]
+        result[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat([tensors[part] for part in parts])
+        result = {other: tensor for other, tensor in result.items() if other not in parts}
     return result
 
 
@@ -458,6 +495,8 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
         keys["logit_scale"] = config["logits_scaling"]
     rope = config.get("rope_parameters", {})
     rope = rope.get("full_attention", rope)
+    if family == "apertus":
+        keys["rope.freq_base"] = rope["rope_theta"]
     if rope.get("rope_type") == "yarn":
         keys["rope.freq_base"] = rope["rope_theta"]
         keys["rope.scaling.type"] = "yarn"

@@ -50,6 +50,7 @@ from foreword.weights.unsupported_families import missing_feature
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
+        "apertus": "apertus",
         "arcee": "arcee",
         "bailingmoe2": "bailing_moe_v2",
         "cohere2": "cohere2",
@@ -83,6 +84,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "nemotron_h_moe": "nemotron_h",
         "olmo2": "olmo2",  # olmo3 if it has a window
         "olmoe": "olmoe",
+        "phi2": "phi",
         "phi3": "phi3",
         "qwen2": "qwen2",
         "qwen2moe": "qwen2_moe",
@@ -115,6 +117,7 @@ GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma
 # No key declares biases: where the architecture leaves them open, the first layer's tensors decide.
 BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "apertus": {"attention_bias": "attn_q"},
         "arcee": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "bailingmoe2": {"use_qkv_bias": "attn_qkv", "use_bias": "attn_output"},
         "cohere2": {"attention_bias": "attn_q"},
@@ -143,6 +146,8 @@ BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
+XIELU_CONSTANTS = ("alpha_p", "alpha_n", "beta", "eps")
+QKV_TENSOR = "blk.0.attn_qkv.weight"
 FUSED_GATE_UP = ("glm4", "phi3")
 # Architectures with layer norms, and the option that has their epsilon
 LAYER_NORM_EPS: Mapping[str, str] = MappingProxyType(
@@ -150,13 +155,14 @@ LAYER_NORM_EPS: Mapping[str, str] = MappingProxyType(
         "cohere2": "layer_norm_eps",
         "command-r": "layer_norm_eps",
         "nemotron": "norm_eps",
+        "phi2": "layer_norm_eps",
         "stablelm": "layer_norm_eps",
         "starcoder2": "norm_epsilon",
     }
 )
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(  # no key declares them; silu in the others
     {
-        **dict.fromkeys(("gemma", "starcoder2"), "gelu_pytorch_tanh"),
+        **dict.fromkeys(("gemma", "phi2", "starcoder2"), "gelu_pytorch_tanh"),
         **dict.fromkeys(("arcee", "nemotron"), "relu2"),
     }
 )
@@ -275,8 +281,9 @@ def _check_heads(metadata: MetadataReader) -> None:
     heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
     kv_heads = read_kv_heads(metadata)
     key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
-    if metadata.architecture in FUSED_QKV:
-        metadata.check_dimension(key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
+    is_fused = metadata.architecture in FUSED_QKV
+    if is_fused or (metadata.architecture == "phi2" and QKV_TENSOR in metadata.tensors):  # of older files
+        metadata.check_dimension(key, QKV_TENSOR, 0, (heads + 2 * kv_heads) * size)
         return
     block = f"blk.{read_attention_layers(metadata).index(True)}"
     rows = heads * size * (1 + (metadata.architecture in DELTA_NET_ARCHITECTURES))
@@ -360,6 +367,8 @@ def _family_options(metadata: MetadataReader) -> Options:
     if metadata.architecture in STATE_ARCHITECTURES:
         return state_options(metadata)
     options: Options = {"hidden_act": ACTIVATIONS.get(name, "silu")}
+    if name == "apertus":
+        return {"xielu": _xielu_options(metadata)}
     if name in ("cohere2", "command-r"):
         return options | _cohere_options(metadata)
     if name == "glm4moe":
@@ -389,6 +398,12 @@ def _family_options(metadata: MetadataReader) -> Options:
     return options
 
 
+def _xielu_options(metadata: MetadataReader) -> Options:
+    """Constants of each layer's activation; their keys have no architecture in front."""
+    count = read_num_layers(metadata)
+    return {name: metadata.get_general_numbers(f"xielu.{name}", count) for name in XIELU_CONSTANTS}
+
+
 def _granite_hybrid_options(metadata: MetadataReader) -> Options:
     """Without experts the MLP has the place of the shared expert."""
     metadata.require_value("rope.scaling.finetuned", False)  # true in files of Bamba, which has RoPE
@@ -409,7 +424,7 @@ def _granite_hybrid_options(metadata: MetadataReader) -> Options:
 def _cohere_options(metadata: MetadataReader) -> Options:
     options: Options = {"logit_scale": metadata.get_float("logit_scale")}
     if metadata.architecture == "command-r":
-        return options
+        return options | {"use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.tensors}
     layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
     return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
 

@@ -20,7 +20,7 @@ MIN_LOG_MULTIPLIER, MAX_LOG_MULTIPLIER = 1e-6, 1e3
 DEFAULT_THETA = 10000.0
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 PARTIAL_ROPE_ARCHITECTURES = (
-    *("bailingmoe2", "glm4", "glm4moe", "minimax-m2", "nemotron", "phi3"),
+    *("bailingmoe2", "glm4", "glm4moe", "minimax-m2", "nemotron", "phi2", "phi3"),
     *("qwen35", "qwen35moe", "qwen3next", "stablelm"),
 )
 
@@ -68,6 +68,16 @@ class MetadataReader:
     def require_general_value(self, key: str, value: Any) -> None:
         """Like require_value, for a full key."""
         self._general.require_value(key, value)
+
+    def get_general_numbers(self, key: str, count: int) -> list[float]:
+        """A number for each of `count` layers, or one for all, of a full key."""
+        value = self._general.get(key)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count or not all(
+            type(each) in (int, float) and math.isfinite(each) for each in values
+        ):
+            raise self._general.error(key, f"must be a number or {count} numbers, got {value!s:.60}")
+        return [float(each) for each in values]
 
     def ignore(self, key: str) -> None:
         self.get(key, None)

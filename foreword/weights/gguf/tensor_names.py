@@ -23,7 +23,9 @@ MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "model.embed_tokens_per_layer.weight": PER_LAYER_EMBEDDING_TENSOR,
         "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
         "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+        "model.final_layernorm.bias": "output_norm.bias",
         "lm_head.weight": HEAD_TENSOR,
+        "lm_head.bias": "output.bias",
     }
 )
 ROUTERS = (
@@ -137,6 +139,8 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "self_attn.query_layernorm": "attn_q_norm",
         "self_attn.key_layernorm": "attn_k_norm",
         "post_attention_layernorm": "ffn_norm",
+        "attention_layernorm": "attn_norm",
+        "feedforward_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.gate_up_proj": "ffn_up",
@@ -152,6 +156,9 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "post_per_layer_input_norm": "post_norm",
         **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
         **{f"shared_head.{name}": f"nextn.shared_head_{name}" for name in ("norm", "head")},
+        "self_attn.dense": "attn_output",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
         "mlp.c_fc": "ffn_up",
         "mlp.c_proj": "ffn_down",
         "post_self_attn_layernorm": "post_attention_norm",
