@@ -249,8 +249,8 @@ class DeepSeekModelShape(ExpertModelShape):
 
 
 STATE_MODELS: Mapping[str, ExpertModelShape] = {
-    "deepseek-v2-lite": DeepSeekModelShape(  # 12 of 27 layers
-        "deepseek2", 12, 2048, 64, 6, 1408, 16, 1, 192, 102400, 163840, 1e4, "q4_k_m.gguf"
+    "deepseek-v2-lite": DeepSeekModelShape(  # 24 of 64 experts: llama.cpp knows Lite by its 27 layers
+        "deepseek2", 27, 2048, 24, 6, 1408, 16, 1, 192, 102400, 163840, 1e4, "q4_k_m.gguf"
     ),
     "tiny-latent": DeepSeekModelShape(
         *("deepseek2", 26, 256, 8, 2, 256, 4, 1, 96, 1024, 4096, 1e4, "q4_k_m.gguf"),
