@@ -164,14 +164,15 @@ class ConfigReader:
             raise self._value_error(key, value, f"one of {', '.join(allowed)}")
         return allowed[value]
 
-    def get_strs(self, key: str, length: int) -> tuple[str, ...] | None:
-        """A list of `length` strings, or None."""
+    def get_strs(self, key: str, length: int | None = None) -> tuple[str, ...] | None:
+        """A list of strings, of `length` if that is given, or None."""
         value = self.get(key, None)
         if value is None:
             return None
-        is_list = isinstance(value, list) and len(value) == length
+        is_list = isinstance(value, list) and length in (None, len(value))
         if not is_list or not all(isinstance(item, str) for item in value):
-            raise self._value_error(key, value, f"a list of {length} names")
+            count = "" if length is None else f"{length} "
+            raise self._value_error(key, value, f"a list of {count}names")
         return tuple(value)
 
     def get_floats(self, key: str, length: int) -> tuple[float, ...]:
@@ -193,6 +194,13 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise self._value_error(key, value, "an object")
         return ConfigReader(value, f"{self.source}: {key}")
+
+    def get_sections(self, key: str) -> list[ConfigReader]:
+        """Readers of a list of nested objects; empty if it is missing."""
+        values = self.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self._value_error(key, values, "a list of objects")
+        return [ConfigReader(value, f"{self.source}: {key}") for value in values]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
         """The same options, with defaults for missing ones. What is read there counts as read here."""

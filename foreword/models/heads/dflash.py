@@ -248,7 +248,7 @@ class DFlash:
 
 
 def _refuse_extensions(config: ConfigReader) -> None:
-    names = [config.get("speculators_model_type", None), *(config.get("architectures", None) or ())]
+    names = [config.get("speculators_model_type", None), *(config.get_strs("architectures") or ())]
     text = " ".join(map(str, names)).lower()
     for name, parts in EXTENSIONS.items():
         if name in text:
@@ -270,7 +270,7 @@ def _read_mask(config: ConfigReader) -> int:
 
 def _with_windows(config: ConfigReader, own: ConfigReader) -> ConfigReader:
     """`use_swa`: all layers have a window, if `layer_types` gives none of them one."""
-    types = config.get("layer_types", None) or []
+    types = config.get_strs("layer_types") or ()
     window = own.get_optional_int("swa_window_size", config.get_optional_int("sliding_window", low=0))
     uses_window = own.get_bool("use_swa", False)
     if not uses_window or "sliding_attention" in types:

@@ -122,9 +122,9 @@ def _read_block(config: ConfigReader) -> BlockDraft | None:
         raise CheckpointError(f"{config.source}: a P-EAGLE head needs the id of its mask token: {names}")
     for key in mask_keys:
         config.get(key)
-    methods = (config.get("speculators_config", None) or {}).get("proposal_methods")
-    method = ConfigReader(methods[0] if methods else {}, f"{config.source}: speculators_config")
-    num_tokens = method.get_int("speculative_tokens", MASK_TOKENS)
+    speculators = config.get_section("speculators_config")
+    methods = [] if speculators is None else speculators.get_sections("proposal_methods")
+    num_tokens = methods[0].get_int("speculative_tokens", MASK_TOKENS) if methods else MASK_TOKENS
     return BlockDraft(config.get_int(mask_keys[0], low=0), num_tokens, True, True)
 
 

@@ -363,6 +363,42 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "type of the layers": ("original", {"model_type": "llama"}, {}, '`model_type` must be "qwen3"'),
     "option": ("original", {"new_option": 3}, {}, "`new_option` = 3 is not supported"),
     "sinks": ("original", {"add_swa_attention_sink_bias": True}, {}, "attention_sink_bias` must be false"),
+    "architectures": (
+        "original",
+        {"architectures": 5},
+        {},
+        "`architectures` must be a list of names here, got 5",
+    ),
+    "types of layers": (
+        "original, windows in all layers",
+        {"layer_types": 5},
+        {},
+        "`layer_types` must be a list of names here, got 5",
+    ),
+    "methods of speculators": (
+        "P-EAGLE, speculators",
+        {"speculators_config": "x"},
+        {},
+        "`speculators_config` must be an object here",
+    ),
+    "list of methods": (
+        "P-EAGLE, speculators",
+        {"speculators_config": ["a"]},
+        {},
+        "`speculators_config` must be an object here",
+    ),
+    "object of methods": (
+        "P-EAGLE, speculators",
+        {"speculators_config": {"proposal_methods": {"a": 1}}},
+        {},
+        "speculators_config: `proposal_methods` must be a list of objects here",
+    ),
+    "names of methods": (
+        "P-EAGLE, speculators",
+        {"speculators_config": {"proposal_methods": ["x"]}},
+        {},
+        "speculators_config: `proposal_methods` must be a list of objects here",
+    ),
     "DFlash2": ("original", {"architectures": ["DFlash2DraftModel"]}, {}, "a candidate selector"),
     "DSpark": (
         "speculators",
