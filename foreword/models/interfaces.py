@@ -55,7 +55,11 @@ class BlockDraft:
 
     @property
     def max_rows(self) -> int:
-        return self.max_tokens + (not self.samples_last_token)
+        return self.num_rows(self.max_tokens)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of a draft of `num_tokens`: without a row of the last token for the first, one more."""
+        return num_tokens + (not self.samples_last_token)
 
 
 class Head(Protocol):

@@ -364,7 +364,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "option": ("original", {"new_option": 3}, {}, "`new_option` = 3 is not supported"),
     "sinks": ("original", {"add_swa_attention_sink_bias": True}, {}, "attention_sink_bias` must be false"),
     "architectures": (
-        "original",
+        "speculators",
         {"architectures": 5},
         {},
         "`architectures` must be a list of names here, got 5",
