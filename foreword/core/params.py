@@ -14,7 +14,7 @@ from foreword.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1
-RANDOM_SEED = -1  # for a random one, as for llama-server
+RANDOM_SEED = -1  # a random seed, as in llama-server
 TO_THE_END = -1  # max_tokens: the end of the context is the only limit
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MAX_LOGPROB_IDS = 128

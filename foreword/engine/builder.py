@@ -174,16 +174,17 @@ class EngineComponents:
 
     def _make_kv_storage(self, model: Model) -> KVStorage:
         resolved, layers, head = self._resolved, model.cache_shapes, model.head
-        num_strips = resolved.max_num_seqs * num_strip_blocks(
-            resolved.num_speculative_tokens, resolved.block_size
-        )
+        num_draft_blocks = 0
+        if head is not None:
+            strip_size = num_strip_blocks(head, resolved.num_speculative_tokens, resolved.block_size)
+            num_draft_blocks = resolved.max_num_seqs * strip_size
         options = (
             resolved.kv_cache_dtype,
             resolved.device,
             state_sizes(resolved),
             getattr(torch, resolved.dtype),
             None if head is None else head.cache_shape,
-            num_strips,
+            num_draft_blocks,
             self._models.kv_memory if model is self._models.target else None,
         )
         return KVStorage(resolved.num_blocks, resolved.block_size, layers, *options)

@@ -45,7 +45,7 @@ class KVCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockDraft:
+class ParallelDraft:
     """How a head drafts several tokens in one pass: over the last token, and masks behind it."""
 
     mask_token_id: int
@@ -76,7 +76,7 @@ class Head(Protocol):
     has_fixed_position: bool  # draft rows see the target's tokens alone, from the position of the last one
 
     @property
-    def block(self) -> BlockDraft | None:
+    def parallel(self) -> ParallelDraft | None:
         """None: each pass drafts one token."""
 
     @property

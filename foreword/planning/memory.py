@@ -77,6 +77,7 @@ class ModelInfo:
     is_head: bool = False  # a trained head, which reads hidden states of another model
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
     draft_tokens_per_pass: int = 1  # of a trained head
+    draft_extra_rows: int = 0  # of such a pass, beyond one for each token
 
     @property
     def active_parameters(self) -> int:
@@ -214,9 +215,15 @@ def disk_block(
 def scratch_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo], dtype: str) -> int:
     """Memory of a trained head for the draft tokens of all requests."""
     num_seqs, _ = batch_limits(config, hardware, models[0])
-    tokens = num_seqs * blocks_for(num_drafted(config), config.block_size) * config.block_size
-    kv_dtype = resolve_kv_dtype(config, dtype)
-    return sum(tokens * kv_bytes_per_token(info, kv_dtype, dtype) for info in models if info.is_head)
+    kv_dtype, drafted = resolve_kv_dtype(config, dtype), num_drafted(config)
+    return sum(
+        num_seqs
+        * blocks_for(drafted + info.draft_extra_rows, config.block_size)
+        * config.block_size
+        * kv_bytes_per_token(info, kv_dtype, dtype)
+        for info in models
+        if info.is_head
+    )
 
 
 def grouped_bytes(rows: int, columns: int, bits: int, num_groups: int) -> int:

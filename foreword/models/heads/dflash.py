@@ -17,18 +17,18 @@ from foreword.layers.lora import LoraLayers
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder
+from foreword.models.decoder import Decoder, layer_context
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
     check_aux_layers,
     check_draft_vocab,
     check_ids,
     check_target,
+    head_mismatch,
     load_embedding,
     load_lm_head,
-    misfit,
 )
-from foreword.models.interfaces import BlockDraft, KVCache, Precision
+from foreword.models.interfaces import KVCache, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
 from foreword.models.model_info import describe_model
@@ -55,7 +55,7 @@ class DFlashConfig:
 
     layer: DecoderConfig
     aux_layers: tuple[int, ...]  # as in Head
-    block: BlockDraft
+    parallel: ParallelDraft
     draft_vocab_size: int
     target_hidden_size: int
     embedding_scale: float = 1.0
@@ -79,7 +79,7 @@ class DFlashConfig:
             raise config.error(OPTIONS_KEY, "is missing")
         aux_layers = tuple(each + 1 for each in _read_layers(own, "target_layer_ids"))
         size = own.get_int("block_size", config.get_int("block_size", BLOCK_SIZE, low=2), low=2)
-        block = BlockDraft(_read_mask(own), size - 1, samples_last_token=False, reads_mask_state=False)
+        parallel = ParallelDraft(_read_mask(own), size - 1, samples_last_token=False, reads_mask_state=False)
         causal = config.get("is_causal", own.get("causal", None))
         if causal not in (None, True, False):
             raise config.error("is_causal", f"must be true or false, got {causal!r:.60}")
@@ -93,12 +93,12 @@ class DFlashConfig:
         embedding_scale = own.get_float("input_embedding_scale", 1.0)
         logit_scale = own.get_float("output_multiplier", 1.0)
         softcap = own.get_optional_float("final_logit_softcapping")
-        layer = _read_layers_config(_with_windows(config, own), causal, block)
+        layer = _read_layers_config(_with_windows(config, own), causal, parallel)
         own.check_all_read()
         return cls(
             layer,
             aux_layers,
-            block,
+            parallel,
             draft_vocab_size or layer.vocab_size,
             target_hidden_size or layer.hidden_size,
             embedding_scale,
@@ -117,19 +117,19 @@ class DFlashConfig:
         aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
         size = config.get_int("block_size", 8, low=2)
         samples_last = config.get_bool("sample_from_anchor", False)
-        block = BlockDraft(_read_mask(config), size - (not samples_last), samples_last, False)
+        parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
         draft_vocab_size = config.get_optional_int("draft_vocab_size")
         target_hidden_size = config.get_optional_int("target_hidden_size")
-        layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, block)
+        layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, parallel)
         config.check_all_read()
         vocab_size = draft_vocab_size or layer.vocab_size
-        return cls(layer, aux_layers, block, vocab_size, target_hidden_size or layer.hidden_size)
+        return cls(layer, aux_layers, parallel, vocab_size, target_hidden_size or layer.hidden_size)
 
 
 class DFlash:
-    """See Head. Its memory are K and V of each layer, of the fused auxiliary hidden states at known tokens.
+    """See Head. It keeps K and V of each layer, of the fused auxiliary hidden states at known tokens.
 
     A draft is one pass over the last token and masks behind it, which see each other.
     """
@@ -153,15 +153,15 @@ class DFlash:
 
         Raises CheckpointError for a head that does not fit the target.
         """
-        layers, size, block = config.layer, config.layer.hidden_size, config.block
+        layers, size, parallel = config.layer, config.layer.hidden_size, config.parallel
         check_target(NAME, layers, config.target_hidden_size, target.config)
         num_layers = len(target.config.layer_types)
         if config.num_target_layers not in (None, num_layers):
             counts = f"{config.num_target_layers} layers, this one has {num_layers}"
-            raise misfit(NAME, f"is made for a model of {counts}")
+            raise head_mismatch(NAME, f"is made for a model of {counts}")
         check_aux_layers(NAME, config.aux_layers, num_layers)
-        check_draft_vocab(NAME, layers, config.draft_vocab_size, block.mask_token_id)
-        self.aux_layers, self.block = config.aux_layers, block
+        check_draft_vocab(NAME, layers, config.draft_vocab_size, parallel.mask_token_id)
+        self.aux_layers, self.parallel = config.aux_layers, parallel
         self._config = config
         self._ops = ops
         self._device = device
@@ -195,7 +195,8 @@ class DFlash:
             vocab_size=target.vocab_size,
             embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
             is_head=True,
-            draft_tokens_per_pass=block.max_tokens,
+            draft_tokens_per_pass=parallel.max_tokens,
+            draft_extra_rows=parallel.num_rows(0),
         )
         self.set_max_model_len(max_model_len)
 
@@ -240,10 +241,8 @@ class DFlash:
             (window, causal): self._ops.build_attention_metadata(batch, window, 0, causal)
             for window, causal in kinds
         }
-        tables = self._rope.cos_sin, self._rope.query_cos_sin
         return [
-            ForwardContext(batch, *tables, metadata[each.window, each.causal], batch.positions)
-            for each in layer_types
+            layer_context(batch, each, self._rope, metadata[each.window, each.causal]) for each in layer_types
         ]
 
 
@@ -282,7 +281,7 @@ def _with_windows(config: ConfigReader, own: ConfigReader) -> ConfigReader:
     return config.without((*OWN_KEYS, *options)).with_defaults(options)
 
 
-def _read_layers_config(config: ConfigReader, causal: bool | None, block: BlockDraft) -> DecoderConfig:
+def _read_layers_config(config: ConfigReader, causal: bool | None, parallel: ParallelDraft) -> DecoderConfig:
     """causal: of all layers; None: layers with a window are, others see the whole block.
 
     A window counts from the block's end where rows see all of it, so it is longer by the block.
@@ -294,6 +293,6 @@ def _read_layers_config(config: ConfigReader, causal: bool | None, block: BlockD
         is_causal = each.window is not None if causal is None else causal
         window = each.window
         if window is not None and not is_causal:
-            window += block.max_rows
+            window += parallel.max_rows
         types.append(replace(each, window=window, causal=is_causal))
     return replace(layers, layer_types=tuple(types), takes_lora=False)

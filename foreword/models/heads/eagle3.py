@@ -32,7 +32,7 @@ from foreword.models.heads.head_vocabulary import (
     load_embedding,
     load_lm_head,
 )
-from foreword.models.interfaces import BlockDraft, KVCache, Precision
+from foreword.models.interfaces import KVCache, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder
 from foreword.models.llama import LlamaLayer
 from foreword.models.model_info import describe_model
@@ -69,18 +69,18 @@ class Eagle3Config:
     norm_before_fc: bool = False  # one norm over all layers together
     fc_norm: bool = False  # a norm for each layer
     norm_output: bool = False  # the recycled hidden state is normalized (EAGLE-3.1)
-    block: BlockDraft | None = None  # of P-EAGLE
+    parallel: ParallelDraft | None = None  # of P-EAGLE
 
     @classmethod
     def read(cls, config: ConfigReader) -> Eagle3Config:
         """config.json in the original's or speculators' format. Raises CheckpointError."""
         section = config.get_section("transformer_layer_config")
         is_original = section is None
-        block = _read_block(config)
+        parallel = _read_parallel(config)
         head = config if section is None else config.without(UNUSED_KEYS)
         aux_layers = _read_aux_layers(head)
         # speculators writes norm_before_residual; readers of its format take true where EAGLE-3 lacks it
-        default = not is_original and block is None
+        default = not is_original and parallel is None
         options = {"norm_before_residual": head.get_bool("norm_before_residual", default)}
         options |= {name: head.get_bool(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
         if options["norm_before_fc"] and options["fc_norm"]:
@@ -101,7 +101,7 @@ class Eagle3Config:
             target_hidden_size or layer.hidden_size,
             aux_layers,
             **options,
-            block=block,
+            parallel=parallel,
         )
 
 
@@ -111,8 +111,8 @@ def _read_layer(config: ConfigReader) -> DecoderConfig:
     return read_decoder(config, "llama")[1]
 
 
-def _read_block(config: ConfigReader) -> BlockDraft | None:
-    """How a P-EAGLE head drafts; None: the head is EAGLE-3."""
+def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
+    """How a P-EAGLE head drafts in one pass; None: the head is EAGLE-3."""
     mask_keys = [key for key in MASK_KEYS if key in config]
     is_parallel = config.get_bool("parallel_drafting", bool(mask_keys))
     if not is_parallel and config.get("speculators_model_type", None) != "peagle":
@@ -125,7 +125,7 @@ def _read_block(config: ConfigReader) -> BlockDraft | None:
     speculators = config.get_section("speculators_config")
     methods = [] if speculators is None else speculators.get_sections("proposal_methods")
     num_tokens = methods[0].get_int("speculative_tokens", MASK_TOKENS) if methods else MASK_TOKENS
-    return BlockDraft(config.get_int(mask_keys[0], low=0), num_tokens, True, True)
+    return ParallelDraft(config.get_int(mask_keys[0], low=0), num_tokens, True, True)
 
 
 def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
@@ -172,7 +172,7 @@ class Eagle3:
         Raises CheckpointError for a head that does not fit the target.
         """
         self.aux_layers = _check_target(config, target.config)
-        self.block = config.block
+        self.parallel = config.parallel
         self._config = config
         self._ops = ops
         self._device = device
@@ -184,7 +184,7 @@ class Eagle3:
         adapters = LoraLayers(None, precision.dtype, device)
         builder = LayerBuilder(ops, layer, precision, 0, body, adapters, 2 * size)
         self._fc = self._load_fc(precision, weights)
-        self._mask_state = None if config.block is None else self._load_mask_state(weights, precision)
+        self._mask_state = None if config.parallel is None else self._load_mask_state(weights, precision)
         self._embedding_norm, self._hidden_norm = builder.norm("input_layernorm"), builder.norm("hidden_norm")
         self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
@@ -213,7 +213,7 @@ class Eagle3:
             embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
             is_head=True,
             hidden_values_per_token=size,
-            draft_tokens_per_pass=1 if config.block is None else config.block.max_tokens,
+            draft_tokens_per_pass=1 if config.parallel is None else config.parallel.max_tokens,
         )
         self.set_max_model_len(max_model_len)
 
@@ -261,7 +261,7 @@ class Eagle3:
             for layer, context, memory in later:
                 x = layer(x, context, memory)
             y = self._norm(x)
-            if self.block is None:
+            if self.parallel is None:
                 ops.write_hidden(y if self._config.norm_output else x, cache.hidden, batch.slots)
             logits = self._lm_head(ops.index_rows(y, batch.sample_rows))
             if self._vocab_ids is None:
@@ -329,7 +329,7 @@ def _check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...
     """The layers whose input the head reads. Raises CheckpointError for a target of another shape."""
     layer, num_layers = config.layer, len(target.layer_types)
     check_target(NAME, layer, config.target_hidden_size, target)
-    mask_token_id = None if config.block is None else config.block.mask_token_id
+    mask_token_id = None if config.parallel is None else config.parallel.mask_token_id
     check_draft_vocab(NAME, layer, config.draft_vocab_size, mask_token_id)
     aux_layers = config.aux_layers or (2, num_layers // 2, num_layers - 3)
     check_aux_layers(NAME, aux_layers, num_layers)

@@ -20,7 +20,7 @@ from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.gemma4 import Gemma4Layer
-from foreword.models.heads.head_vocabulary import misfit
+from foreword.models.heads.head_vocabulary import head_mismatch
 from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.model_info import describe_model
@@ -35,7 +35,7 @@ UNUSED_TENSORS = (
     "lm_head.weight",  # tied
 )
 
-_misfit = partial(misfit, "assistant")
+_mismatch = partial(head_mismatch, "assistant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Gemma4Assistant:
     """
 
     method = "mtp"
-    block = None
+    parallel = None
     has_fixed_position = True
 
     def __init__(
@@ -176,9 +176,9 @@ def _find_sources(layers: DecoderConfig, size: int, target: DecoderConfig) -> li
     """The target's layer that each layer reads. Raises CheckpointError for a target of another shape."""
     if not target.architecture.startswith("gemma4") or size != target.hidden_size:
         found = f"{target.architecture} of hidden size {target.hidden_size}"
-        raise _misfit(f"is made for a Gemma 4 of hidden size {size}, this one is {found}")
+        raise _mismatch(f"is made for a Gemma 4 of hidden size {size}, this one is {found}")
     if layers.vocab_size != target.vocab_size:
-        raise _misfit(f"has {layers.vocab_size} tokens, the model {target.vocab_size}")
+        raise _mismatch(f"has {layers.vocab_size} tokens, the model {target.vocab_size}")
     result: list[int] = []
     for layer_type, shape in zip(layers.layer_types, layers.kv_shapes, strict=True):
         sources = [
@@ -192,6 +192,6 @@ def _find_sources(layers: DecoderConfig, size: int, target: DecoderConfig) -> li
         ]
         if not sources or target.cache_shapes[sources[-1]] != shape:
             kind = "global" if layer_type.window is None else "local"
-            raise _misfit(f"needs K and V of {shape.heads} heads of {shape.head_dim} in {kind} layers")
+            raise _mismatch(f"needs K and V of {shape.heads} heads of {shape.head_dim} in {kind} layers")
         result.append(sources[-1])
     return result

@@ -14,7 +14,7 @@ from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision
 
 
-def misfit(name: str, reason: str) -> CheckpointError:
+def head_mismatch(name: str, reason: str) -> CheckpointError:
     """A head, by the name of its kind, that does not fit the target."""
     return CheckpointError(f"the {name} head {reason}", "draft_model")
 
@@ -23,17 +23,17 @@ def check_target(name: str, config: DecoderConfig, target_hidden_size: int, targ
     """Raises CheckpointError for a target of another shape; config: of the head's layers."""
     if target_hidden_size != target.hidden_size:
         sizes = f"{target_hidden_size}, this one has {target.hidden_size}"
-        raise misfit(name, f"is made for a model of hidden size {sizes}")
+        raise head_mismatch(name, f"is made for a model of hidden size {sizes}")
     if config.vocab_size != target.vocab_size:
         sizes = f"{config.vocab_size} tokens, this one has {target.vocab_size}"
-        raise misfit(name, f"is made for a model with {sizes}")
+        raise head_mismatch(name, f"is made for a model with {sizes}")
 
 
 def check_aux_layers(name: str, aux_layers: tuple[int, ...], num_layers: int) -> None:
     """Raises CheckpointError for layers that the target lacks."""
     if not all(0 <= each <= num_layers for each in aux_layers):
         layers = ", ".join(map(str, aux_layers))
-        raise misfit(name, f"reads layers {layers}, the model has {num_layers}")
+        raise head_mismatch(name, f"reads layers {layers}, the model has {num_layers}")
 
 
 def check_draft_vocab(
@@ -41,17 +41,19 @@ def check_draft_vocab(
 ) -> None:
     """Raises CheckpointError for a draft vocabulary or a mask token beyond the vocabulary."""
     if draft_vocab_size > config.vocab_size:
-        raise misfit(name, f"has draft_vocab_size {draft_vocab_size}, its model {config.vocab_size} tokens")
+        raise head_mismatch(
+            name, f"has draft_vocab_size {draft_vocab_size}, its model {config.vocab_size} tokens"
+        )
     if mask_token_id is not None and mask_token_id >= config.vocab_size:
-        raise misfit(name, f"has mask token {mask_token_id}, its model {config.vocab_size} tokens")
+        raise head_mismatch(name, f"has mask token {mask_token_id}, its model {config.vocab_size} tokens")
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
     """Raises CheckpointError for ids that are outside of the vocabulary, or not unique."""
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise misfit(name, f"has d2t with ids outside of the model's vocabulary of {vocab_size}")
+        raise head_mismatch(name, f"has d2t with ids outside of the model's vocabulary of {vocab_size}")
     if len(set(ids.tolist())) < len(ids):
-        raise misfit(name, "has d2t that maps two of its tokens to the same id")
+        raise head_mismatch(name, "has d2t that maps two of its tokens to the same id")
     return ids
 
 
@@ -71,7 +73,7 @@ def load_embedding(
         return Embedding(ops, weight, precision.dtype, scale), True
     if config.hidden_size != target.config.hidden_size:
         problem = f"has no embed_tokens, and its hidden size {config.hidden_size} is not the model's"
-        raise misfit(name, f"{problem}, {target.config.hidden_size}")
+        raise head_mismatch(name, f"{problem}, {target.config.hidden_size}")
     return Embedding(ops, target.embedding_weight, precision.dtype, scale), False
 
 
@@ -88,7 +90,7 @@ def load_lm_head(
     size = config.hidden_size
     if not weights.has("lm_head.weight") and draft_vocab_size == target.vocab_size:
         if size != target.config.hidden_size:
-            raise misfit(name, f"has no lm_head, and its hidden size {size} is not the model's")
+            raise head_mismatch(name, f"has no lm_head, and its hidden size {size} is not the model's")
         return target.lm_head
     outputs = {"lm_head": draft_vocab_size}
     weight = load_linear(ops, weights, precision.embedding_format, size, outputs)

@@ -31,7 +31,7 @@ class MTP:
     """
 
     method = "mtp"
-    block = None
+    parallel = None
     has_fixed_position = False
 
     def __init__(

@@ -26,8 +26,8 @@ class Candidate:
     request: TrackedRequest
     draft: Draft
     prefix_probs: Sequence[float]  # acceptance probability of each token
-    gains: Sequence[float]  # the same minus the request's own cost per row, in tokens
-    row_cost: float = 0.0  # that cost, in model seconds: of its context and its sampling
+    gains: Sequence[float]  # the same minus row_cost, in tokens
+    row_cost: float = 0.0  # model seconds of the context and the sampling of a row of this request
     expected_tokens: Sequence[float] = field(init=False)  # accepted of the first 0, 1, ... tokens
 
     def __post_init__(self) -> None:

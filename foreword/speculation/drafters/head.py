@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Container, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -59,17 +60,15 @@ class HeadDrafter:
         self._vocab_size = vocab_size
         self._block_size = kv.block_size
         self._first_scratch_block = kv.num_blocks + 1
-        self._strip_size = num_strip_blocks(max_draft_len, kv.block_size)
+        self._strip_size = num_strip_blocks(head, max_draft_len, kv.block_size)
         self._max_draft_len = max_draft_len
         self._has_fixed_position = head.has_fixed_position
         self.tokens_per_pass = 1
-        self._block, self._mask_slot = head.block, None
-        if head.block is not None:
-            # Without a row of the last token for the first one, a draft has a row more than tokens
-            room = self._strip_size * kv.block_size - (not head.block.samples_last_token)
-            self._max_draft_len = min(max_draft_len, head.block.max_tokens, room)
+        self._parallel, self._mask_slot = head.parallel, None
+        if head.parallel is not None:
+            self._max_draft_len = min(max_draft_len, head.parallel.max_tokens)
             self.tokens_per_pass = self._max_draft_len
-            self._mask_slot = kv.head.mask_slot if head.block.reads_mask_state else None
+            self._mask_slot = kv.head.mask_slot if head.parallel.reads_mask_state else None
 
     def start(self, state: RequestState) -> None:
         pass
@@ -105,11 +104,11 @@ class HeadDrafter:
         A head that drafts in one pass: a pass with about `num_rows` rows in all, in drafts as long as can be.
         """
         num_requests, count = num_sampled, min(TIMED_DRAFT_LEN, self._max_draft_len)
-        if self._block is not None:
-            most = self._max_draft_len + 1  # rows of a request
+        if self._parallel is not None:
+            most = self._parallel.num_rows(self._max_draft_len)  # of a request
             num_rows = min(num_rows, MAX_PASS_ROWS // most * most)
             num_requests = -(-num_rows // most)
-            count = max(num_rows // num_requests - 1, 1)
+            count = max(num_rows // num_requests - self._parallel.num_rows(0), 1)
         state = RequestState(Request("", (0, 0), SamplingParams(), seed=0), 0, count + 3)
         requests = [DraftRequest(state, count)] * num_requests
         blocks = [NULL_BLOCK] * -(-(count + 3) // self._block_size)
@@ -120,14 +119,16 @@ class HeadDrafter:
             started = time.perf_counter()
             lengths = [len(draft.token_ids) for draft in self._draft(requests, jobs)]
             seconds = time.perf_counter() - started
-        return seconds / (1 if self._block is not None else max(*lengths, 1))  # NaN logits end drafts early
+        return seconds / (
+            1 if self._parallel is not None else max(*lengths, 1)
+        )  # NaN logits end drafts early
 
     def _draft(self, requests: Sequence[DraftRequest], jobs: Sequence[DraftJob]) -> list[DraftTokens]:
+        parts = [slice(None)] if self._parallel is None else split_passes(jobs)
+        return [draft for part in parts for draft in self._draft_part(requests[part], jobs[part])]
+
+    def _draft_part(self, requests: Sequence[DraftRequest], jobs: Sequence[DraftJob]) -> list[DraftTokens]:
         """With one DraftLoop call where sampling allows it, the rest pass by pass."""
-        most = len(requests) if self._block is None else MAX_PASS_ROWS // (self._max_draft_len + 1)
-        if len(requests) > most:
-            parts = [slice(start, start + most) for start in range(0, len(requests), most)]
-            return [draft for part in parts for draft in self._draft(requests[part], jobs[part])]
         drafts: dict[int, DraftTokens] = {}
         in_loop = [
             index
@@ -150,7 +151,7 @@ class HeadDrafter:
     def _make_job(self, request: DraftRequest, index: int) -> DraftJob:
         """The job of the request at `index` of a propose(), with its strip."""
         first = self._first_scratch_block + index * self._strip_size
-        rows = len(self._token_ids(request)) if self._block is not None else self._length(request)
+        rows = len(self._token_ids(request)) if self._parallel is not None else self._length(request)
         length = request.num_tokens - 1 + rows
         num_blocks = -(-length // self._block_size)
         blocks = [*request.state.blocks[:num_blocks]]
@@ -162,10 +163,10 @@ class HeadDrafter:
 
     def _token_ids(self, request: DraftRequest) -> list[int]:
         """The last token, and the masks of a draft in one pass."""
-        if self._block is None:
+        if self._parallel is None:
             return [request.state.tokens[-1]]
-        num_masks = self._length(request) - self._block.samples_last_token
-        return [request.state.tokens[-1], *[self._block.mask_token_id] * num_masks]
+        num_masks = self._length(request) - self._parallel.samples_last_token
+        return [request.state.tokens[-1], *[self._parallel.mask_token_id] * num_masks]
 
     def _job(self, request: DraftRequest, blocks: Sequence[int]) -> DraftJob:
         state = request.state
@@ -178,15 +179,27 @@ class HeadDrafter:
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_sampling_params(state.request, self._vocab_size),
             fixed_position=request.num_tokens - 2 if self._has_fixed_position else None,
-            in_one_pass=self._block is not None,
+            in_one_pass=self._parallel is not None,
             mask_slot=self._mask_slot,
             mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,
         )
 
 
-def num_strip_blocks(max_draft_len: int, block_size: int) -> int:
-    """Scratch blocks of a request: for all draft tokens, if its own blocks are full."""
-    return -(-max_draft_len // block_size)
+def num_strip_blocks(head: Head, max_draft_len: int, block_size: int) -> int:
+    """Scratch blocks of a request: for all rows of a draft, if its own blocks are full."""
+    rows = max_draft_len if head.parallel is None else head.parallel.num_rows(max_draft_len)
+    return -(-rows // block_size)
+
+
+def split_passes(jobs: Sequence[DraftJob]) -> list[slice]:
+    """The jobs of each pass: in order, as many as fit into MAX_PASS_ROWS, and at least one."""
+    starts, rows = [0], 0
+    for index, job in enumerate(jobs):
+        rows += len(job.token_ids)
+        if rows > MAX_PASS_ROWS and index > starts[-1]:
+            starts.append(index)
+            rows = len(job.token_ids)
+    return [slice(*ends) for ends in pairwise([*starts, len(jobs)])]
 
 
 def _can_draft(state: RequestState) -> bool:

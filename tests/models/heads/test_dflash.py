@@ -204,11 +204,11 @@ class Runner:
     def job(self, length: int) -> DraftJob:
         """A draft of COUNT tokens after TEXT[:length], of which the target has computed all but one."""
         greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        block = self.head.block
-        assert block is not None
-        token_ids = [TEXT[length - 1], *[block.mask_token_id] * (self.bed.rows - 1)]
+        parallel = self.head.parallel
+        assert parallel is not None
+        token_ids = [TEXT[length - 1], *[parallel.mask_token_id] * (self.bed.rows - 1)]
         blocks = [*self.blocks[: -(-length // BLOCK_SIZE)], *self.scratch[:2]]
-        slot = self.cache.mask_slot if block.reads_mask_state else None
+        slot = self.cache.mask_slot if parallel.reads_mask_state else None
         options = {"in_one_pass": True, "mask_slot": slot}
         return DraftJob(token_ids, length - 1, blocks, length, COUNT, -1e9, greedy, **options)
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foreword.config.options import Config
 from foreword.core.batch import Batch, HeadShape, KVShape
 from foreword.core.images import PromptImage
 from foreword.core.outputs import ErrorEvent
@@ -21,7 +22,10 @@ from foreword.engine.engine import Engine
 from foreword.errors import CheckpointError, ConfigError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import KVCache
+from foreword.models.heads.head_loader import read_head_info
+from foreword.models.interfaces import KVCache, ParallelDraft
+from foreword.planning.hardware import HardwareInfo
+from foreword.planning.memory import kv_bytes_per_token, scratch_bytes
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
@@ -229,6 +233,39 @@ def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) ->
     run(engine, requests())
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_drafts_of_whole_scratch_blocks_have_all_tokens(trained_block: Trained, length: int) -> None:
+    """DFlash has a row more than tokens, and its room is in the memory plan."""
+    engine = block_engine(trained_block, block_size=length, num_speculative_tokens=length, max_num_seqs=6)
+    (drafter,) = engine.proposer.model_drafters
+    assert drafter.tokens_per_pass == length
+    events = run(engine, requests())
+    for n, text in enumerate(trained_block.texts):
+        assert tokens_of(events[str(n)]) == text[len(PROMPTS[n]) :]
+        assert max(drafted for drafted, _ in verified_drafts(events[str(n)])) == length
+    info, cache = read_head_info(trained_block.head, trained_block.model), engine.model_runner.kv.head
+    assert cache is not None
+    config = Config(
+        str(trained_block.model), block_size=length, num_speculative_tokens=length, max_num_seqs=6
+    )
+    hardware = HardwareInfo("cpu", cores=1, free_bytes=1 << 30, supports_bfloat16=True)
+    planned = scratch_bytes(config, hardware, [info], "float32")
+    num_slots = len(cache.layers[0].k) - (engine.info.resolved.num_blocks + 1) * length
+    assert planned == num_slots * kv_bytes_per_token(info, "float32", "float32")
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, [128]), (5, [252, 132]), (14, [255] * 3 + [195])])
+def test_requests_are_split_into_passes_by_their_planned_rows(num_tokens: int, rows: list[int]) -> None:
+    """64 requests; the head could draft 15 tokens each."""
+    head, ops = ParallelHead(), ReferenceOps()
+    num_blocks = 64 * 16
+    kv = KVStorage(8, 1, [KVShape(1, 16)], "float32", head=HeadShape((), 16), num_draft_blocks=num_blocks)
+    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), 15, 32)  # type: ignore[arg-type]
+    drafts = drafter.propose([DraftRequest(make_state(), num_tokens)] * 64)
+    assert head.num_rows == rows
+    assert all(draft is not None and len(draft.token_ids) == num_tokens for draft in drafts)
+
+
 def test_misfit_is_refused_before_the_target_is_loaded(trained: Trained, tmp_path: Path) -> None:
     head = write_random_head(tmp_path / "head", trained.model)
     change_config(head, target_hidden_size=32)
@@ -247,10 +284,35 @@ def test_head_needs_a_checkpoint_of_its_own(trained: Trained, speculate: str) ->
         load_engine(trained.model, speculate=speculate, draft_model=draft_model)
 
 
+class ParallelHead:
+    """A Head like DFlash's that only keeps the rows of its passes."""
+
+    method, uses_mrope, has_fixed_position = "dflash", False, False
+    parallel = ParallelDraft(7, 15, samples_last_token=False, reads_mask_state=False)
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
+        def draft(batch: Batch) -> Tensor:
+            self.num_rows.append(batch.query_start_loc[-1])
+            return torch.zeros(len(batch.sample_rows), 32)
+
+        return draft
+
+
+def make_state() -> RequestState:
+    """A request whose prompt is computed but for its last token."""
+    state = RequestState(Request("a", (5, 5), SamplingParams(), seed=0), 0, 64)
+    state.num_computed = 1
+    state.blocks.append(1)
+    return state
+
+
 class MRopeHead:
     """A Head that only keeps the positions of its draft rows."""
 
-    method, uses_mrope, has_fixed_position, block = "eagle3", True, False, None
+    method, uses_mrope, has_fixed_position, parallel = "eagle3", True, False, None
 
     def __init__(self) -> None:
         self.positions: list[list[int]] = []
