@@ -149,6 +149,7 @@ def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoRet
             page.set_idle()
             if not messages.poll(IDLE_CHECK_S * 1000):
                 engine.check()
+                engine.proposer.prepare()
                 messages.poll()
         while messages.poll(0):
             reply = _handle(engine, connection.recv(), page)

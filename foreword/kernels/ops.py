@@ -90,6 +90,10 @@ class ExpertsConfig:
         size = self.num_experts // self.num_groups
         assert self.num_experts % self.num_groups == 0 and 0 < self.topk_groups <= self.num_groups
         assert self.top_k <= self.topk_groups * size, "more experts than the groups have"
+        # Backends differ in whether experts of other groups are in the shares
+        assert self.scoring != "sparse_mixer" or self.topk_groups == self.num_groups, (
+            "a sparse mixer of groups"
+        )
 
 
 @dataclass(frozen=True, slots=True)

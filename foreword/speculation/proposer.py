@@ -72,6 +72,12 @@ class Proposer:
             if isinstance(drafter, TextDrafter):
                 self._catch(drafter.name, lambda d=drafter: d.set_vocabulary(vocabulary))  # type: ignore[misc]
 
+    def prepare(self) -> None:
+        """Work of drafters that the first draft would wait for; the engine is idle."""
+        for drafter in self.drafters:
+            if isinstance(drafter, TextDrafter):
+                self._catch(drafter.name, drafter.prepare)
+
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
         speculation, drafters = state.params.speculation, (*self.drafters, *self.model_drafters)

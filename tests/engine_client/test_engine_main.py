@@ -16,7 +16,7 @@ import pytest
 from foreword.config.options import Config
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client import engine_main as engine_process
-from foreword.engine_client.engine_main import _handle
+from foreword.engine_client.engine_main import _handle, _serve
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import (
     AddImage,
@@ -59,6 +59,23 @@ def test_unforeseen_error_of_an_adapter_is_its_reply() -> None:
         reply = _handle(engine, LoadAdapter(3, "a"), page)
     assert reply is not None and reply.call == 3 and isinstance(reply.result, RequestFailed)
     assert "a: can't allocate memory" in reply.result.message
+
+
+def test_idle_engine_checks_itself_and_prepares_its_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, before it waits for its next message; here its client hangs up."""
+    calls: list[str] = []
+    client, connection = Pipe()
+
+    def prepare() -> None:
+        calls.append("prepare")
+        client.close()
+
+    proposer = SimpleNamespace(prepare=prepare)
+    engine: Any = SimpleNamespace(idle=True, check=lambda: calls.append("check"), proposer=proposer)
+    monkeypatch.setattr(engine_process, "IDLE_CHECK_S", 0)
+    with HeartbeatPage.create() as page, connection, pytest.raises(EOFError):
+        _serve(engine, connection, page)
+    assert calls == ["check", "prepare"]
 
 
 def test_worker_stores_pixels_and_blames_the_next_request() -> None:

@@ -397,3 +397,8 @@ def test_long_prompts_take_several_passes(isa: str) -> None:
     whole = ops.experts(x, logits, weights, config)
     for part in (slice(0, 3), slice(rows // 2 - 1, rows // 2 + 2), slice(rows - 2, rows)):
         assert same_bits(ops.experts(x[part], logits[part], weights, config), whole[part])
+
+
+def test_sparse_mixer_chooses_from_all_groups() -> None:
+    with pytest.raises(AssertionError, match="a sparse mixer of groups"):
+        ExpertsConfig(8, 2, True, "silu", "sparse_mixer", num_groups=4, topk_groups=2)

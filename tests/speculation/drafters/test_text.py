@@ -277,7 +277,7 @@ def test_nothing_is_drafted_without_a_tokenizer(library: ctypes.CDLL) -> None:
     drafter.check(())
 
 
-def test_tokenizer_is_parsed_at_the_first_continuation(
+def test_tokenizer_is_parsed_when_idle_or_at_the_first_continuation(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
@@ -298,10 +298,17 @@ def test_tokenizer_is_parsed_at_the_first_continuation(
     other = start(drafter, NUMBERED + END, "b")
     assert draft(drafter, other, "class Square:") != ""
     assert parsed == [VOCABULARY.tokenizer]
+    idle = TextDrafter((), library)
+    idle.set_vocabulary(VOCABULARY)
+    idle.prepare()
+    assert len(parsed) == 2
+    assert draft(idle, start(idle, NUMBERED + END), "class Square:") != "" and len(parsed) == 2
 
 
-def test_tokenizer_that_cannot_be_parsed_fails_once(library: ctypes.CDLL) -> None:
-    """Its error drops the draft; then there are no more."""
+def test_tokenizer_that_cannot_be_parsed_fails_once(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error drops the draft; then texts are not searched, and later requests have no drafts."""
     drafter = TextDrafter((), library)
     drafter.set_vocabulary(replace(VOCABULARY, tokenizer="{}"))
     state = start(drafter, NUMBERED + END)
@@ -309,7 +316,12 @@ def test_tokenizer_that_cannot_be_parsed_fails_once(library: ctypes.CDLL) -> Non
     with pytest.raises(Exception, match="Model missing"):
         drafter.propose([DraftRequest(state, 8)])
     state.append(encode("\n"))
+    monkeypatch.setattr(TextIndex, "propose", pytest.fail)
     assert drafter.propose([DraftRequest(state, 8)]) == [None]
+    drafter.set_vocabulary(VOCABULARY)
+    assert drafter.start(RequestState(Request("b", (1,), SamplingParams(), 0), 0, 100)) is False
+    drafter.finish("a")
+    drafter.check(())
 
 
 HOSTILE = {
