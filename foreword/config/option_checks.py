@@ -37,17 +37,7 @@ def check_options(config: Config) -> None:
         raise ConfigError(f"block_size must be a power of two, got {config.block_size}", "block_size")
     for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory", "kv_cache_disk"):
         parse_bytes(name, getattr(config, name))
-    if config.kv_cache_memory is not None and parse_tokens("kv_cache_memory", config.kv_cache_memory) is None:
-        parse_bytes("kv_cache_memory", config.kv_cache_memory)
-    defaults = {item.name: item.default for item in fields(config)}
-    if config.kv_cache_dir is None and config.kv_cache_disk != defaults["kv_cache_disk"]:
-        raise ConfigError(
-            "--kv-cache-disk limits the files of --kv-cache-dir DIR, which is not given", "kv_cache_disk"
-        )
-    if config.kv_cache_dir is not None and not config.prefix_caching:
-        raise ConfigError("kv_cache_dir needs prefix_caching: blocks are found by it", "kv_cache_dir")
-    if config.kv_cache_dir is not None and config.trace is not None:
-        raise ConfigError("trace cannot record what --kv-cache-dir reads: give one of them", "trace")
+    _check_kv_cache(config)
     if config.cpus is not None:
         parse_cpus(config.cpus)
     if config.gpus is not None and not GPUS_PATTERN.fullmatch(config.gpus):
@@ -83,6 +73,20 @@ def check_options(config: Config) -> None:
     if config.replay_cost and not (config.draft_model and "replay" in config.drafter_names()):
         raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
     config.drafter_names()
+
+
+def _check_kv_cache(config: Config) -> None:
+    if config.kv_cache_memory is not None and parse_tokens("kv_cache_memory", config.kv_cache_memory) is None:
+        parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    defaults = {item.name: item.default for item in fields(config)}
+    if config.kv_cache_dir is None and config.kv_cache_disk != defaults["kv_cache_disk"]:
+        raise ConfigError(
+            "--kv-cache-disk limits the files of --kv-cache-dir DIR, which is not given", "kv_cache_disk"
+        )
+    if config.kv_cache_dir is not None and not config.prefix_caching:
+        raise ConfigError("kv_cache_dir needs prefix_caching: blocks are found by it", "kv_cache_dir")
+    if config.kv_cache_dir is not None and config.trace is not None:
+        raise ConfigError("trace cannot record what --kv-cache-dir reads: give one of them", "trace")
 
 
 def _check_replicas(config: Config) -> None:
