@@ -55,7 +55,7 @@ class Request:
         """
         params = self.params
         if not 0 <= self.seed <= SEED_MASK:
-            raise InvalidRequest(f"seed must be between 0 and {SEED_MASK}, got {self.seed:.40g}", "seed")
+            raise InvalidRequest(f"seed must be between 0 and {SEED_MASK}, got {self.seed!r:.40}", "seed")
         scope = None if params.structured is None else params.structured.scope
         for name, sequences in (
             ("prompt", (self.prompt_ids, self.resume_output_ids)),

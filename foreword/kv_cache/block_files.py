@@ -42,6 +42,7 @@ PIN_MAGIC: Final = b"fwpin\x00\x00\x01"
 PIN_PERSON: Final = b"kv pin"
 PIN_PATTERN: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 MAX_PIN_BYTES: Final = 64 << 20
+MAX_PIN_AGE_S: Final = 30 * 86_400.0  # since a pin was saved or restored
 MAX_PINNED_SHARE: Final = 0.5  # of the limit: what a sweep leaves for pins
 FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
 
@@ -76,7 +77,12 @@ class BlockFiles:
         self._namespace = namespace
         self._folder = folder
         self._scanned_at: dict[str, int] = {}  # time of the last change of each shard that was scanned
-        for path in (folder.parent, folder):
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        """Also after a user has deleted the whole directory."""
+        self._folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (self._folder.parent, self._folder):
             path.mkdir(mode=0o700, exist_ok=True)
             check_private(path)
 
@@ -210,21 +216,42 @@ def pinned_files(namespaces: Iterable[Path]) -> dict[Path, dict[str, int]]:
 
     The pin that was used last comes first.
     """
+    sizes: dict[str, int] = {}  # 0: no file
+    pinned: dict[Path, dict[str, int]] = {}
+    for _, path in sorted(_pins(namespaces), reverse=True):
+        folder, pinned[path] = path.parent.parent, {}
+        names = (digest.hex() for digest in read_pin(path) or ())
+        for file in (f"{folder}/{kind}/{name[:2]}/{name}" for name in names for kind in ("blocks", "states")):
+            if file not in sizes:
+                sizes[file] = _file_size(file)
+            if sizes[file]:
+                pinned[path][file] = sizes[file]
+    return pinned
+
+
+def _file_size(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _pins(namespaces: Iterable[Path]) -> list[tuple[float, Path]]:
+    """Time of the last use, and path, of each pin."""
     pins: list[tuple[float, Path]] = []
     for entry in (entry for folder in namespaces for entry in _scan(str(folder / "pins"))):
         with contextlib.suppress(OSError):
             if PIN_PATTERN.fullmatch(entry.name):
                 pins.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
-    return {path: _files_of_pin(path) for _, path in sorted(pins, reverse=True)}
+    return pins
 
 
-def _files_of_pin(path: Path) -> dict[str, int]:
-    names = [digest.hex() for digest in read_pin(path) or ()]
-    folder, sizes = path.parent.parent, {}
-    for file in (f"{folder}/{kind}/{name[:2]}/{name}" for name in names for kind in ("blocks", "states")):
-        with contextlib.suppress(OSError):
-            sizes[file] = os.lstat(file).st_size
-    return sizes
+def drop_old_pins(namespaces: Iterable[Path]) -> None:
+    """Remove pins that nobody has saved or restored for MAX_PIN_AGE_S; their files are evicted as others."""
+    for used_s, path in _pins(namespaces):
+        if time.time() - used_s > MAX_PIN_AGE_S:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _kept_files(root: Path, max_bytes: int) -> Collection[str]:
@@ -271,6 +298,8 @@ def sweep(root: Path, max_bytes: int) -> int:
             is_sweeping = True
         except OSError:
             is_sweeping = False
+        if is_sweeping:
+            drop_old_pins(_namespaces(root))
         files = sorted(_stored_files(root))
         total, now_s = sum(file.num_bytes for file in files), time.time()
         limit = total if total <= max_bytes else int(max_bytes * SWEEP_TARGET)

@@ -24,6 +24,7 @@ from foreword.kv_cache.block_files import (
     TEMPORARY,
     BlockFiles,
     RefusedFile,
+    drop_old_pins,
     pack_pin,
     pinned_files,
     read_pin,
@@ -33,8 +34,20 @@ from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 NAME_PATTERN: Final = re.compile(r"\w[\w.@+=~-]{0,127}", re.ASCII)
 MAX_PINS_PER_OWNER: Final = 64
 MAX_PINS: Final = 1024  # of a namespace
-MAX_SAVE_WAIT_S: Final = 1.0  # without a further block on disk
+MAX_BLOCKS_PER_OWNER: Final = 1 << 17  # of all its pins in sum; each save looks at all files that are pinned
+MAX_QUIET_S: Final = 2.0  # without a further block on disk; an engine looks for deleted files each second
+MAX_WAIT_S: Final = 5.0  # for all blocks
 POLL_S: Final = 0.02
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequest for a name that may not be saved."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidRequest(
+            "filename must have 1 to 128 ASCII letters, digits and characters of _.@+=~-, first a letter, a "
+            f"digit or _, got {name!r:.80}",
+            "filename",
+        )
 
 
 class PinnedPrefixes:
@@ -62,16 +75,23 @@ class PinnedPrefixes:
         self._sleep = sleep
 
     def save(self, owner: str, name: str, digests: Sequence[bytes]) -> tuple[list[bytes], int]:
-        """Pin the leading blocks that are on disk, or come within a moment; returns their hashes, and bytes.
+        """Pin the leading blocks that are on disk; returns their hashes, and bytes.
 
-        Raises InvalidRequest for another name than NAME_PATTERN's, and beyond the bounds of pins.
+        Raises InvalidRequest if there are none, for another name than NAME_PATTERN's, and beyond the bounds
+        of pins. What was saved under the name then stays.
         """
         path = self._path(owner, name)
-        prefix = self._wait_written(digests)
+        prefix = self._usable_prefix(digests, self._num_stored(digests))
+        if not prefix:
+            raise InvalidRequest(
+                f"nothing to save as {name!r}: no full block of the slot's conversation is on disk",
+                "filename",
+            )
+        drop_old_pins([self._namespace])
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._check_number(path, len(prefix))
         sizes = {path: size for digest in prefix for path, size in self._files(digest)}
         pinned = pinned_files([self._namespace])
-        if path not in pinned:
-            self._check_number(path.name.partition("-")[0])
         others = {file: size for pin, files in pinned.items() if pin != path for file, size in files.items()}
         if sum((others | sizes).values()) > self._max_pinned_bytes:
             raise InvalidRequest(
@@ -79,12 +99,16 @@ class PinnedPrefixes:
                 f"{MAX_PINNED_SHARE:.0%} of --kv-cache-disk; erase another one",
                 "filename",
             )
-        self._folder.mkdir(mode=0o700, exist_ok=True)
         content = pack_pin(prefix)
         handle, temporary = tempfile.mkstemp(suffix=TEMPORARY, dir=self._folder)  # mode 600
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.rename(temporary, path)
+        try:
+            with open(handle, "wb") as file:
+                file.write(content)
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
         return prefix, sum(sizes.values()) + len(content)
 
     def restore(self, owner: str, name: str) -> tuple[list[bytes], int]:
@@ -94,7 +118,8 @@ class PinnedPrefixes:
         """
         prefix, num_bytes = [], 0
         digests = self._load(owner, name)
-        os.utime(self._path(owner, name))
+        with contextlib.suppress(FileNotFoundError):  # it may be erased meanwhile
+            os.utime(self._path(owner, name))
         for digest in digests:
             try:
                 num_bytes += len(self._blocks.read(digest))
@@ -105,17 +130,21 @@ class PinnedPrefixes:
                 break
         return prefix, num_bytes
 
-    def erase(self, owner: str, name: str) -> list[bytes]:
-        """Drop a pin, and the files that no other pin keeps; returns its hashes.
+    def erase(
+        self, owner: str, name: str, find_used: Callable[[list[bytes]], set[bytes]] = lambda hashes: set()
+    ) -> list[bytes]:
+        """Drop a pin, and the files that neither another pin nor a slot uses; returns its hashes.
 
+        find_used  which hashes, of these and others, slots use
         Raises InvalidRequest for a name that was not saved.
         """
         digests, path = self._load(owner, name), self._path(owner, name)
         path.unlink(missing_ok=True)
         kept = {file for files in pinned_files([self._namespace]).values() for file in files}
+        used = find_used(digests)
         for digest in digests:
             for file, _ in self._files(digest):
-                if file not in kept:
+                if file not in kept and digest not in used:
                     Path(file).unlink(missing_ok=True)
         return digests
 
@@ -126,50 +155,73 @@ class PinnedPrefixes:
         return digests
 
     def _path(self, owner: str, name: str) -> Path:
-        if not NAME_PATTERN.fullmatch(name):
-            raise InvalidRequest(
-                "filename must have 1 to 128 letters, digits and characters of _.@+=~-, first a letter or "
-                f"a digit, got {name!r:.80}",
-                "filename",
-            )
+        check_name(name)
         parts = (blake2b(text.encode(), digest_size=DIGEST_BYTES) for text in (owner, f"{owner}\0{name}"))
         return self._folder / "-".join(part.hexdigest() for part in parts)
 
-    def _check_number(self, owner: str) -> None:
+    def _check_number(self, path: Path, num_blocks: int) -> None:
         """Raises InvalidRequest if no further pin may be made; removes what a killed server has left."""
-        names = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+        others: list[os.DirEntry[str]] = []
+        with os.scandir(self._folder) as entries:
             for entry in entries:
                 if PIN_PATTERN.fullmatch(entry.name):
-                    names.append(entry.name)
+                    others += [entry] if entry.name != path.name else []
                 elif (
                     entry.name.endswith(TEMPORARY)
                     and time.time() - entry.stat(follow_symlinks=False).st_mtime > MAX_TEMPORARY_AGE_S
                 ):
                     os.unlink(entry.path)
-        if sum(name.startswith(owner) for name in names) >= MAX_PINS_PER_OWNER or len(names) >= MAX_PINS:
+        own = [entry for entry in others if entry.name.startswith(path.name.partition("-")[0])]
+        if len(own) >= MAX_PINS_PER_OWNER or len(others) >= MAX_PINS:
             raise InvalidRequest(
                 f"a key may save {MAX_PINS_PER_OWNER} names, all keys {MAX_PINS}: erase another one",
+                "filename",
+            )
+        num_blocks += sum(entry.stat(follow_symlinks=False).st_size // DIGEST_BYTES for entry in own)
+        if num_blocks > MAX_BLOCKS_PER_OWNER:
+            raise InvalidRequest(
+                f"the names of a key may have {MAX_BLOCKS_PER_OWNER} blocks, with this prefix they have "
+                f"{num_blocks}: erase another one",
                 "filename",
             )
 
     def _files(self, digest: bytes) -> list[tuple[str, int]]:
         """Paths and sizes of a block's files."""
-        found = [(str(kind.path(digest)), kind.file_size(digest)) for kind in self._kinds]
-        return [(path, size) for path, size in found if size]
+        sizes = ((str(kind.path(digest)), kind.file_size(digest)) for kind in self._kinds)
+        return [(path, size) for path, size in sizes if size]
 
-    def _wait_written(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The leading blocks on disk, to the last state of a model that has some; engines write behind."""
-        num_stored, changed_s = 0, self._clock()
-        while num_stored < len(digests) or self._states is not None:
-            while num_stored < len(digests) and self._blocks.file_size(digests[num_stored]):
-                num_stored, changed_s = num_stored + 1, self._clock()
-            if num_stored == len(digests) and self._states is None:
+    def wait_written(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The leading blocks on disk, to the last state of a model that has some; engines write behind.
+
+        It waits while further blocks come, at most MAX_WAIT_S.
+        """
+        started_s = changed_s = self._clock()
+        num_stored = 0
+        while num_stored < len(digests) or not self._has_state(digests):
+            before, num_stored = num_stored, self._num_stored(digests, num_stored)
+            now_s = self._clock()
+            if num_stored > before:
+                changed_s = now_s
+            elif now_s - changed_s > MAX_QUIET_S:
                 break
-            if self._clock() - changed_s > MAX_SAVE_WAIT_S:
+            if now_s - started_s > MAX_WAIT_S:
                 break
-            self._sleep(POLL_S)
-        if self._states is not None:
-            while num_stored and not self._states.file_size(digests[num_stored - 1]):
-                num_stored -= 1
+            if num_stored < len(digests) or not self._has_state(digests):
+                self._sleep(POLL_S)
+        return self._usable_prefix(digests, num_stored)
+
+    def _has_state(self, digests: Sequence[bytes]) -> bool:
+        """Whether a request can go on after the last block; also if the model has no states."""
+        return self._states is None or not digests or bool(self._states.file_size(digests[-1]))
+
+    def _num_stored(self, digests: Sequence[bytes], start: int = 0) -> int:
+        """Number of leading blocks on disk, of which `start` are known."""
+        while start < len(digests) and self._blocks.file_size(digests[start]):
+            start += 1
+        return start
+
+    def _usable_prefix(self, digests: Sequence[bytes], num_stored: int) -> list[bytes]:
+        """The first `num_stored` blocks, to the last state of a model that has some."""
+        while num_stored and not self._has_state(digests[:num_stored]):
+            num_stored -= 1
         return list(digests[:num_stored])

@@ -159,7 +159,7 @@ class LoadedModel:
         """Raises InvalidRequest."""
         count = self.info().resolved.max_num_seqs
         if not 0 <= number < count:
-            raise InvalidRequest(f"id_slot must be from 0 to {count - 1}, got {number:.40g}", "id_slot")
+            raise InvalidRequest(f"id_slot must be from 0 to {count - 1}, got {number}", "id_slot")
 
     @property
     def model_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from foreword.errors import InvalidRequest
-from foreword.kv_cache import pinned_prefixes
+from foreword.kv_cache import block_files, pinned_prefixes
 from foreword.kv_cache.block_files import BlockFiles, pack_pin, read_pin, sweep
 from foreword.kv_cache.pinned_prefixes import PinnedPrefixes
 from tests.kv_cache.test_block_files import IMAGE, NAMESPACE, digest_of
@@ -75,10 +76,77 @@ def test_blocks_that_are_still_to_be_written_are_waited_for(tmp_path: Path) -> N
     store = Store(tmp_path)
     rest = CHAIN[::-1]
     store.on_sleep = lambda: rest and store.write([rest.pop()])
-    assert store.pins.save("one", "talk", CHAIN)[0] == CHAIN
-    store.on_sleep = lambda: None
-    assert store.pins.save("one", "other", [*CHAIN, digest_of(99)])[0] == CHAIN, "for a moment only"
-    assert store.pins.save("one", "nothing", [])[0] == []
+    assert store.pins.wait_written(CHAIN) == CHAIN
+    assert store.pins.wait_written([*CHAIN, digest_of(99)]) == CHAIN, "for a moment only"
+    assert store.now < pinned_prefixes.MAX_QUIET_S + 1 and store.pins.wait_written([]) == []
+    endless = [digest_of(1000 + number) for number in range(1000)]
+    rest = endless[::-1]
+    assert 0 < len(store.pins.wait_written(endless)) < 1000 and rest, "the wait has a limit"
+
+
+def test_nothing_on_disk_is_not_saved(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    store.pins.save("one", "talk", CHAIN)
+    for hashes in ([], [digest_of(99)]):
+        with pytest.raises(InvalidRequest, match="nothing to save as 'talk'"):
+            store.pins.save("one", "talk", hashes)
+    assert store.pins.restore("one", "talk")[0] == CHAIN, "what was saved stays"
+
+
+def test_states_are_waited_for_until_the_last(tmp_path: Path) -> None:
+    store = Store(tmp_path, with_states=True)
+    store.write(CHAIN)
+    store.on_sleep = lambda: store.write([CHAIN[9]], kind=1)
+    assert store.pins.wait_written(CHAIN) == CHAIN and store.now == pinned_prefixes.POLL_S
+
+
+def test_blocks_of_a_slot_outlive_their_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    store.pins.save("one", "talk", CHAIN)
+    assert store.pins.erase("one", "talk", lambda hashes: set(hashes[:4])) == CHAIN
+    assert store.stored() == set(CHAIN[:4])
+
+
+def test_each_pinned_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    for name in "abc":
+        store.pins.save("one", name, CHAIN)
+    paths: list[str] = []
+    monkeypatch.setattr(block_files, "_file_size", lambda path: paths.append(path) or 1)
+    assert [len(files) for files in block_files.pinned_files([store.folder]).values()] == [20] * 3
+    assert len(paths) == len(set(paths)) == 20
+
+
+def test_pins_without_use_are_dropped(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    old = time.time() - block_files.MAX_PIN_AGE_S - 60
+    for drop in (lambda: sweep(tmp_path, store.limit), lambda: store.pins.save("one", "new", CHAIN[5:])):
+        store.pins.save("one", "talk", CHAIN[:5])
+        store.pins.save("one", "used", CHAIN)
+        for path in store.folder.glob("pins/*"):
+            os.utime(path, (old, old))
+        store.pins.restore("one", "used")
+        drop()
+        with pytest.raises(InvalidRequest, match="nothing is saved as 'talk'"):
+            store.pins.restore("one", "talk")
+        assert store.pins.restore("one", "used")[0] == CHAIN and store.stored() == set(CHAIN)
+
+
+def test_failed_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+
+    def fail(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="No space"):
+        store.pins.save("one", "talk", CHAIN)
+    assert not list(store.folder.glob("pins/*"))
 
 
 def test_prefix_ends_at_the_last_state(tmp_path: Path) -> None:
@@ -115,7 +183,7 @@ def test_hostile_names_are_refused(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path)
     store.write(CHAIN)
     for action in (lambda: store.pins.save("one", name, CHAIN), lambda: store.pins.restore("one", name)):
-        with pytest.raises(InvalidRequest, match="filename must have 1 to 128 letters, digits"):
+        with pytest.raises(InvalidRequest, match="filename must have 1 to 128 ASCII letters, digits"):
             action()
     assert not list(store.folder.glob("pins/*"))
 
@@ -135,6 +203,9 @@ def test_share_of_the_directory_and_number_of_names_are_bounded(
     with pytest.raises(InvalidRequest, match="a key may save 2 names, all keys 1024"):
         store.pins.save("one", "c", CHAIN[:2])
     store.pins.save("two", "c", CHAIN[:2])
+    monkeypatch.setattr(pinned_prefixes, "MAX_BLOCKS_PER_OWNER", 20)
+    with pytest.raises(InvalidRequest, match="may have 20 blocks, with this prefix they have 2"):
+        store.pins.save("one", "b", CHAIN)
 
 
 def test_smaller_limit_drops_the_oldest_pins(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,10 @@ import httpx
 import pytest
 
 from foreword.config.options import Config
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.server import slots
+from foreword.server.slots import SlotKey, SlotTable, shared_hashes
 from tests.server.conftest import RunningServer, run_engine, run_server
 from tests.support.checkpoints import write_checkpoint
 
@@ -70,14 +77,18 @@ def test_conversation_of_a_slot_is_saved_restored_and_erased(served: RunningServ
     again = change(served, 3, "save", filename="copy").json()
     assert again["n_saved"] == 80, "a slot has what was restored into it"
     assert change(served, 3, "erase").json() == {"id_slot": 3, "n_erased": 80}
-    assert change(served, 3, "save", filename="copy").json()["n_saved"] == 0
-    refused = {"prompt": [9] * 500, "max_tokens": 4, "id_slot": 1}
-    assert call(served, "POST", "/v1/completions", **refused).status_code == 400
+    refused = change(served, 3, "save", filename="copy")
+    assert refused.status_code == 400 and "'copy'" in refused.json()["error"]["message"]
+    assert change(served, 0, "restore", filename="copy").json()["n_restored"] == 80, "as it was"
+    assert change(served, 0, "erase", filename="copy").json()["n_erased"] == 80
+    too_long = {"prompt": [9] * 500, "max_tokens": 4, "id_slot": 1}
+    assert call(served, "POST", "/v1/completions", **too_long).status_code == 400
     assert change(served, 1, "save", filename="other").json()["n_saved"] == 80, "as it was"
     assert pin.exists(), "a slot is erased, not what is saved"
     before = files_of(folder)
-    assert change(served, 0, "erase", filename="talk.bin").json() == {"id_slot": 0, "n_erased": 80}
-    assert not pin.exists() and len(before - files_of(folder)) == 5
+    assert change(served, 2, "erase", filename="talk.bin").json() == {"id_slot": 2, "n_erased": 80}
+    assert not pin.exists() and files_of(folder) == before, "slot 0 has the conversation too"
+    assert change(served, 0, "erase").json()["n_erased"] == 80
     gone = change(served, 0, "restore", filename="talk.bin")
     assert gone.status_code == 400 and gone.json()["error"]["param"] == "filename"
 
@@ -93,9 +104,12 @@ def test_request_without_a_slot_is_of_slot_0(served: RunningServer) -> None:
 def test_keys_have_slots_and_names_of_their_own(served: RunningServer) -> None:
     complete(served, 30, id_slot=0)
     assert change(served, 0, "save", filename="mine").json()["n_saved"] == 80
-    assert change(served, 0, "save", "two", filename="mine").json()["n_saved"] == 0
+    complete(served, 31, "two", id_slot=0)
+    assert change(served, 0, "save", "two", filename="mine").json()["n_saved"] == 80
     assert change(served, 0, "restore", filename="mine").json()["n_restored"] == 80
-    assert change(served, 0, "erase", "two", filename="mine").json()["n_erased"] == 0
+    assert change(served, 0, "erase", "two", filename="mine").json()["n_erased"] == 80
+    assert change(served, 0, "erase", "two").json()["n_erased"] == 80
+    assert change(served, 0, "save", "two", filename="mine").status_code == 400
     for action in ("restore", "erase"):
         answer, never = (change(served, 0, action, "two", filename=name) for name in ("mine", "never"))
         assert answer.status_code == never.status_code == 400
@@ -116,6 +130,11 @@ def test_slots_are_listed(served: RunningServer) -> None:
         ("/slots/4?action=save", {"filename": "x"}, "id_slot"),
         ("/slots/-1?action=save", {"filename": "x"}, "id_slot"),
         ("/slots/x?action=save", {"filename": "x"}, "id_slot"),
+        (f"/slots/{'1' * 400}?action=erase", {}, "id_slot"),
+        (f"/slots/{'1' * 5000}?action=erase", {}, "id_slot"),
+        ("/v1/completions", {"prompt": [7], "id_slot": 10**400}, "id_slot"),
+        ("/v1/completions", {"prompt": [7], "id_slot": 2**31 - 1}, "id_slot"),
+        ("/v1/completions", {"prompt": [7], "seed": 10**400}, "seed"),
         ("/slots/0?action=keep", {"filename": "x"}, "action"),
         ("/slots/0", {"filename": "x"}, "action"),
         ("/slots/0?action=save", {}, "filename"),
@@ -147,3 +166,53 @@ def test_without_a_directory_there_are_no_slots() -> None:
             assert answer.status_code == 400 and "--kv-cache-dir" in answer.json()["error"]["message"]
         body = {"model": "fake-model", "prompt": "Hi", "id_slot": 99}
         assert server.http.post("/v1/completions", json=body).status_code == 200, "a hint without effect"
+
+
+def request_of(prompt: range) -> Request:
+    return Request("x", tuple(prompt), SamplingParams(), seed=0)
+
+
+def test_open_slots_are_counted_while_others_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_SLOTS", 4)
+    table, rng, num_open = SlotTable(), random.Random(5), Counter[SlotKey]()
+    for _ in range(2000):
+        key = SlotKey("one", rng.randrange(12))
+        if num_open[key] and rng.random() < 0.6:
+            table.end(key, request_of(range(20)), [1])
+            num_open[key] -= 1
+        elif num_open.total() < 8:
+            table.start(key)
+            num_open[key] += 1
+        else:
+            table.restore(key, [bytes(16)])
+        assert all(table.find(SlotKey("one", i)).num_open == num_open[SlotKey("one", i)] for i in range(12))
+        assert len(table._slots) <= max(4, len(+num_open) + 1)
+
+
+def test_tokens_of_all_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_TOKENS", 100)
+    table, keys = SlotTable(), [SlotKey("one", number) for number in range(4)]
+    for key in keys:
+        table.start(key)
+        table.end(key, request_of(range(40)), [1, 2])
+    assert [len(table.find(key).tokens) for key in keys] == [0, 0, 42, 42], "the oldest goes first"
+    table.restore(keys[0], [bytes(16)] * 7)
+    assert [table.find(key).num_tokens for key in keys] == [112, 0, 0, 0]
+    table.erase(keys[0])
+    assert table._num_tokens == 0 and table.find(keys[2]).tokens == array("i")
+
+
+def test_copy_of_a_slot_is_not_changed_by_later_requests() -> None:
+    table, key, other = SlotTable(), SlotKey("one", 0), SlotKey("two", 0)
+    for each in (key, other):
+        table.start(each)
+        table.end(each, request_of(range(64)), [1])
+    copy, (slot,) = table.find(key), table.others(key)
+    hashes = copy.block_hashes(16)
+    table.start(key)
+    table.end(key, request_of(range(100, 180)), [1])
+    assert (
+        copy.block_hashes(16) == hashes == slot.block_hashes(16) and copy.num_blocks(16) == len(hashes) == 4
+    )
+    assert shared_hashes([slot], hashes[:2], 16) == set(hashes), "a longer one keeps all of its blocks"
+    assert shared_hashes([slot], table.find(key).block_hashes(16), 16) == set()

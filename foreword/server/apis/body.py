@@ -54,6 +54,7 @@ RequestId = Annotated[
     AfterValidator(_check_request_id),
     WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN.pattern}$"}),
 ]
+SlotId = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1: any slot
 ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]  # "" counts as left out
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest
-from foreword.server.apis.body import RequestBody, StrictModel
+from foreword.server.apis.body import RequestBody, SlotId, StrictModel
 from foreword.server.apis.ignored_fields import GENERATION, STREAM_OPTIONS, IgnoredField
 from foreword.server.apis.structured import StructuredBody
 from foreword.server.http.errors import rename_field
@@ -106,7 +106,7 @@ class SamplingBody(StructuredBody, RequestBody):
     speculation: SpeculationBody | str | None = None  # a text is its method
     prediction: PredictionBody | None = None
     metrics: bool | None = None
-    id_slot: int | None = None  # llama-server
+    id_slot: SlotId | None = None  # llama-server
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # logprobs name tokens "token_id:42"
 

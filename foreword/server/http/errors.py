@@ -243,7 +243,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         error_class = Unsupported if first["type"] == "unsupported" else InvalidRequest
         return error_class(f"{path} {first['ctx']['text']}", path)
     if first["type"] == "missing":
-        hints = (MISPLACED_FIELDS.get((path, given)) for given in first["input"])
+        hints = (MISPLACED_FIELDS.get((path, given)) for given in first["input"] or ())
         hint = next((f": {hint}" for hint in hints if hint), "")
         return InvalidRequest(f"{path} is required{hint}", path)
     same = [error for error in errors if _error_path(error) == path]

@@ -16,14 +16,14 @@ from fastapi import APIRouter, Request, Response
 from foreword.config.units import parse_bytes
 from foreword.errors import InvalidRequest, RequestFailed, Unsupported
 from foreword.kv_cache.block_files import BlockFiles
-from foreword.kv_cache.pinned_prefixes import PinnedPrefixes
-from foreword.server.apis.body import ModelName, StrictModel
+from foreword.kv_cache.pinned_prefixes import PinnedPrefixes, check_name
+from foreword.server.apis.body import ModelName, SlotId, StrictModel
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import JSONResponse
 from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ManagedModel, ModelsDep
-from foreword.server.slots import SlotKey
+from foreword.server.slots import SlotKey, shared_hashes
 from foreword.utils.threads import run_in_own_thread
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ async def list_slots(permissions: PermissionsDep, models: ModelsDep, model: str 
 
 @router.post("/slots/{id_slot}")
 async def change_slot(
-    id_slot: int,
+    id_slot: SlotId,
     request: Request,
     permissions: PermissionsDep,
     models: ModelsDep,
@@ -69,17 +69,18 @@ async def change_slot(
         raise InvalidRequest(f"action must be save, restore or erase, got {action!r:.80}", "action")
     if action != "erase" and body.filename is None:
         raise InvalidRequest(f"{action} needs a filename", "filename")
+    if body.filename is not None:
+        check_name(body.filename)
     _check_directory(models.find_allowed(body.model, permissions))
     server = await models.acquire(body.model, permissions, request)
     server.check_slot(id_slot)
     key = SlotKey(permissions.slot_owner, id_slot)
-    async with server.slots.lock:
-        if action == "save":
-            answer = await _save(server, key, str(body.filename))
-        elif action == "restore":
-            answer = await _restore(server, key, str(body.filename))
-        else:
-            answer = await _erase(server, key, body.filename)
+    if action == "save":
+        answer = await _save(server, key, str(body.filename))
+    elif action == "restore":
+        answer = await _restore(server, key, str(body.filename))
+    else:
+        answer = await _erase(server, key, body.filename)
     return JSONResponse({"id_slot": id_slot, **answer})
 
 
@@ -96,7 +97,9 @@ def _check_directory(model: ManagedModel) -> None:
 async def _save(server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
     started_s, size = time.monotonic(), server.info().resolved.block_size
     slot = server.slots.find(key)
-    prefix, num_bytes = await _in_thread(server, lambda pins: pins.save(key.owner, name, slot.digests(size)))
+    hashes = await _in_thread(server, lambda pins: pins.wait_written(slot.block_hashes(size)))
+    async with server.slots.lock:
+        prefix, num_bytes = await _in_thread(server, lambda pins: pins.save(key.owner, name, hashes))
     counts = {"n_saved": len(prefix) * size, "n_written": num_bytes}
     return {"filename": name, **counts, "timings": {"save_ms": _milliseconds_since(started_s)}}
 
@@ -110,14 +113,20 @@ async def _restore(server: LoadedModel, key: SlotKey, name: str) -> dict[str, An
 
 
 async def _erase(server: LoadedModel, key: SlotKey, name: str | None) -> dict[str, Any]:
-    """With a name what is saved under it, else the slot alone."""
+    """With a name, drop what is saved under it and leave the slot; else forget the slot's conversation."""
     size = server.info().resolved.block_size
     if name is None:
-        digests = server.slots.find(key).digests(size)
-    else:
-        digests = await _in_thread(server, lambda pins: pins.erase(key.owner, name))
-    server.slots.erase(key)
-    return {"n_erased": len(digests) * size}
+        num_blocks = server.slots.find(key).num_blocks(size)
+        server.slots.erase(key)
+        return {"n_erased": num_blocks * size}
+    others = server.slots.others(key)
+
+    def erase(pins: PinnedPrefixes) -> list[bytes]:
+        return pins.erase(key.owner, name, lambda hashes: shared_hashes(others, hashes, size))
+
+    async with server.slots.lock:
+        hashes = await _in_thread(server, erase)
+    return {"n_erased": len(hashes) * size}
 
 
 async def _in_thread(server: LoadedModel, work: Callable[[PinnedPrefixes], T]) -> T:

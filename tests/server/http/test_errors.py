@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
+from foreword.server.http.errors import add_error_handlers
 from tests.server.conftest import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -276,3 +279,13 @@ def test_list_of_too_many_objects_is_refused_before_validation(served: RunningSe
     for fields in ({"messages": [{}] * 32_769}, {"messages": [{"role": "user", "content": [{}] * 32_769}]}):
         status, error = post(served, fields)
         assert status == 400 and "32769 objects; the limit is 32768" in error["message"]
+
+
+async def test_missing_query_parameter_is_named() -> None:
+    app = FastAPI()
+    add_error_handlers(app)
+    app.get("/x")(lambda needed: needed)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = await client.get("/x")
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "needed is required"
+    assert answer.json()["error"]["param"] == "needed"
