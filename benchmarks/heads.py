@@ -140,7 +140,7 @@ class Passes:
         self.with_head = target.compile_logits(kv)
         draft = head.compile_draft(kv)
         assert isinstance(draft, DraftLoop)
-        self._draft, self.block = draft, head.block
+        self._draft, self.parallel = draft, head.parallel
         assert kv.head is not None
         self._mask_slot = kv.head.mask_slot
         for start in range(0, context + 8, 256):
@@ -164,9 +164,9 @@ class Passes:
 
     def draft(self, requests: int, length: int = DRAFT_LEN) -> None:
         token_ids, options = [7], {}
-        if self.block is not None:
-            token_ids += [self.block.mask_token_id] * (length - self.block.samples_last_token)
-            slot = self._mask_slot if self.block.reads_mask_state else None
+        if self.parallel is not None:
+            token_ids += [self.parallel.mask_token_id] * (length - self.parallel.samples_last_token)
+            slot = self._mask_slot if self.parallel.reads_mask_state else None
             options = {"in_one_pass": True, "mask_slot": slot}
         jobs = [
             DraftJob(
@@ -192,7 +192,7 @@ def measure(passes: Passes) -> dict[str, float]:
         "draft_1": lambda: passes.draft(1),
         "draft_4": lambda: passes.draft(4),
     }
-    if passes.block is not None:
+    if passes.parallel is not None:
         works["draft_7"] = lambda: passes.draft(1, 7)
     seconds = dict(zip(works, medians(list(works.values()), ROUNDS), strict=True))
     prompts = medians([lambda: passes.plain(prompt), lambda: passes.with_head(prompt)], 3)
@@ -204,7 +204,7 @@ def measure(passes: Passes) -> dict[str, float]:
         "draft_3": seconds["draft_1"] / plain,
         "draft_3x4": seconds["draft_4"] / seconds["plain_4_requests"],
     }
-    if passes.block is not None:
+    if passes.parallel is not None:
         figures["draft_7"] = seconds["draft_7"] / plain
     cost = figures["rows_4"] + figures["draft_3"]
     return figures | {f"gain_{length}": length / cost for length in LENGTHS}
