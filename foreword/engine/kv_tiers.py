@@ -76,7 +76,7 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     if max_bytes < files.file_bytes:
         limit = f"a block of {kv.block_size} tokens has {format_bytes(files.file_bytes)}"
         raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {limit}", "kv_cache_disk")
-    tier = DiskTier(root, max_bytes, config.replicas > 1)
+    tier = DiskTier(root, max_bytes)
     blocks = PooledFiles(scheduler.pool, images, files)
     scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
     anchors = None

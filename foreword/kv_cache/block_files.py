@@ -44,6 +44,7 @@ PIN_PATTERN: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 MAX_PIN_BYTES: Final = 64 << 20
 MAX_PIN_AGE_S: Final = 30 * 86_400.0  # since a pin was saved or restored
 MAX_PINNED_SHARE: Final = 0.5  # of the limit: what a sweep leaves for pins
+DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{32}")
 FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
 
 
@@ -89,24 +90,39 @@ class BlockFiles:
     def digests(self) -> set[bytes]:
         """Hashes of all files, by their names. Raises OSError."""
         self._scanned_at.clear()
-        return self.changed_digests()
+        return set[bytes]().union(*self.changed_shards().values())
 
-    def changed_digests(self) -> set[bytes]:
-        """Hashes of the files in shards that have changed since the last call. Raises OSError."""
-        digests: set[bytes] = set()
-        with os.scandir(self._folder) as shards:
+    def changed_shards(self) -> dict[int, set[bytes]]:
+        """Hashes of the files in each shard that has changed since the last call, by first byte; OSError.
+
+        A shard that is gone has none.
+        """
+        times = self._shard_times()
+        changed: dict[int, set[bytes]] = {int(name, 16): set() for name in self._scanned_at.keys() - times}
+        for name, changed_at in times.items():
+            if self._scanned_at.get(name) == changed_at:
+                continue
+            # A change in the same tick of the file system's clock would not be seen later
+            if time.time_ns() - changed_at <= CLOCK_TICK_NS:
+                times[name] = 0
+            files: list[str] = []
+            with contextlib.suppress(FileNotFoundError):
+                files = os.listdir(self._folder / name)
+            changed[int(name, 16)] = {
+                bytes.fromhex(file) for file in files if DIGEST_PATTERN.fullmatch(file) and file[:2] == name
+            }
+        self._scanned_at = times
+        return changed
+
+    def _shard_times(self) -> dict[str, int]:
+        """Time of the last change of each shard, in ns. Raises OSError."""
+        times: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as shards:
             for shard in shards:
-                if not (SHARD_PATTERN.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False)):
-                    continue
-                changed_at = shard.stat().st_mtime_ns
-                if self._scanned_at.get(shard.name) == changed_at:
-                    continue
-                # A change in the same tick of the file system's clock would not be seen later
-                is_settled = time.time_ns() - changed_at > CLOCK_TICK_NS
-                self._scanned_at[shard.name] = changed_at if is_settled else 0
-                names = [name for name in os.listdir(shard) if FILE_PATTERN.fullmatch(name)]
-                digests.update(bytes.fromhex(name) for name in names if len(name) == 2 * DIGEST_BYTES)
-        return digests
+                if SHARD_PATTERN.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        times[shard.name] = shard.stat(follow_symlinks=False).st_mtime_ns
+        return times
 
     def write(self, digest: bytes, image: bytes) -> None:
         """Write a file under a temporary name, then rename it: no reader sees a part of it."""
@@ -114,7 +130,12 @@ class BlockFiles:
         path = self.path(digest)
         temporary = path.with_name(f"{path.name}-{os.getpid()}{TEMPORARY}")
         header = HEADER.pack(MAGIC, self._namespace, digest, len(image), self._checksum(digest, image))
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._scanned_at.setdefault(path.parent.name, 0)  # else a shard that goes before a scan is not missed
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            self._make_folders()
+            path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with open(fd, "wb", buffering=0) as file:

@@ -75,6 +75,10 @@ class BlockPool:
         """The content of an indexed block."""
         return self._hash_of.get(block)
 
+    def block_of(self, digest: bytes) -> int | None:
+        """The block with this content."""
+        return self._block_of.get(digest)
+
     def is_free(self, digest: bytes) -> bool:
         """Whether acquiring this content takes a block off the free list."""
         return self._ref_counts[self._block_of[digest]] == 0

@@ -15,13 +15,13 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from foreword.core.outputs import KVDiskStats
-from foreword.kv_cache.block_files import BlockFiles, RefusedFile, sweep
+from foreword.kv_cache.block_files import BlockFiles, RefusedFile, stored_bytes, sweep
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import CacheImages
 
@@ -33,7 +33,9 @@ MAX_STAGED_BYTES: Final = 64 << 20  # images that are read and not yet in a bloc
 WRITE_PAUSE_S: Final = 10.0  # after a write that failed
 SWEEP_SHARE: Final = 16  # a sweep follows after 1/16 of the limit was written: other engines write too
 CLOSE_TIMEOUT_S: Final = 5.0  # limits the writes at the end of an engine
-REFRESH_S: Final = 1.0  # interval at which an idle thread looks for files of other engines
+REFRESH_S: Final = 1.0  # interval at which an idle thread looks for files that have come or gone
+REFRESH_SHARE: Final = 0.05  # of the thread's time at most
+REWRITE_SHARE: Final = 0.75  # of the limit; less than a sweep leaves: swept blocks are not written again
 MIN_JUDGED_S: Final = 0.02  # reading time from which a job's speed is judged
 
 
@@ -56,6 +58,15 @@ class PooledFiles:
 
     def _on_lost(self, digest: bytes, block: int) -> None:
         self.queued.pop(digest, None)
+
+    def refresh(self) -> set[bytes]:
+        """Find files that have come and gone; returns the hashes of those that are gone. Raises OSError."""
+        shards = self.files.changed_shards()
+        present = set[bytes]().union(*shards.values())
+        gone = {digest for digest in self.on_disk if digest[0] in shards and digest not in present}
+        self.on_disk |= present
+        self.on_disk -= gone
+        return gone
 
 
 ImageKey = tuple[PooledFiles, bytes]  # and the hash
@@ -102,19 +113,15 @@ class DiskTier:
         self,
         root: Path,
         max_bytes: int,
-        is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_bytes  of all engines that use the directory
-        is_shared  engines that run beside this one write files of its namespace
-        """
+        """max_bytes  of all engines that use the directory"""
         self.is_alive = True  # False once it has ended after an error, or was closed
         self.progress = threading.Event()  # a job has a further image, or is done
         self.refused: Counter[str] = Counter()  # files, by reason
         self.num_dropped = 0  # blocks that were not written: the queue was full
         self._root = root
         self._max_bytes = max_bytes
-        self._is_shared = is_shared
         self._pools: list[PooledFiles] = []
         self._next_refresh_s = 0.0
         self._clock = clock
@@ -213,7 +220,7 @@ class DiskTier:
                     self._writes.popleft()
                 elif self._closes_at_s is None:
                     self._refresh()
-                    self._wake.wait(min(delay_s, REFRESH_S) if self._is_shared else delay_s)
+                    self._wake.wait(min(delay_s, REFRESH_S))
         except Exception:
             logger.exception("engine: the disk tier of the KV cache ends after an error")
         finally:
@@ -267,14 +274,38 @@ class DiskTier:
             logger.warning("engine: the KV cache's directory cannot be swept: %s", error.strerror or error)
 
     def _refresh(self) -> None:
-        """Find what other engines have written."""
-        if self._is_shared and self._clock() >= self._next_refresh_s:
-            self._next_refresh_s = self._clock() + REFRESH_S
-            try:
-                for pool in self._pools:
-                    pool.on_disk |= pool.files.changed_digests()
-            except OSError as error:
-                logger.warning("engine: the KV cache's directory cannot be read: %s", error.strerror or error)
+        """Find files that other engines have written, and write those again that were deleted."""
+        started_s = self._clock()
+        if started_s < self._next_refresh_s:
+            return
+        try:
+            gone = {pool: pool.refresh() for pool in self._pools}
+            cached = {pool: [digest for digest in gone[pool] if digest in pool.pool] for pool in gone}
+            if any(cached.values()):
+                self._write_again(cached)
+        except OSError as error:
+            logger.warning("engine: the KV cache's directory cannot be read: %s", error.strerror or error)
+        seconds = self._clock() - started_s
+        self._next_refresh_s = started_s + max(REFRESH_S, seconds / REFRESH_SHARE)
+
+    def _write_again(self, gone: Mapping[PooledFiles, Sequence[bytes]]) -> None:
+        """Queue blocks whose files are gone. In a full directory a sweep has removed them: they stay away."""
+        room = int(self._max_bytes * REWRITE_SHARE) - stored_bytes(self._root)
+        for pool, digests in gone.items():
+            for digest in digests:
+                room -= pool.files.file_bytes
+                block = pool.pool.block_of(digest)
+                if room < 0 or len(self._writes) >= MAX_QUEUED_WRITES:
+                    return
+                if block is None or digest in pool.queued:
+                    continue
+                pool.queued[digest] = write = QueuedWrite(pool, digest, block)
+                # The engine may have lost the block before it was queued
+                if pool.pool.block_of(digest) != block:
+                    pool.queued.pop(digest, None)
+                else:
+                    self._writes.append(write)
+                    self._wake.set()
 
     def _read(self, job: ReadJob) -> None:
         for pool, digest in job.keys:
@@ -306,6 +337,7 @@ class DiskTier:
             logger.warning("engine: removed a KV block on disk: its %s is wrong", error)
         except FileNotFoundError:
             self.refused["missing"] += 1
+            self._next_refresh_s = 0.0  # others may be gone too
         except OSError as error:
             self.refused["unreadable"] += 1
             logger.warning("engine: a KV block cannot be read from disk: %s", error.strerror or error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -129,3 +130,24 @@ def test_process_killed_while_it_writes_leaves_whole_files(tmp_path: Path) -> No
         os.waitpid(pid, 0)
     digests = files_of(tmp_path).digests()
     assert len(digests) >= 20 and all(files_of(tmp_path).read(digest) == IMAGE for digest in digests)
+
+
+def test_files_that_come_and_go_are_found(tmp_path: Path) -> None:
+    files, digests = files_of(tmp_path), [bytes([number, *range(15)]) for number in range(3)]
+    for digest in digests:
+        files.write(digest, IMAGE)
+    (files.path(digests[0]).parent / "README").write_bytes(b"")
+    for digest in digests:
+        os.utime(files.path(digest).parent, (1000, 1000))
+    assert files.changed_shards() == {number: {digests[number]} for number in range(3)}
+    assert files.changed_shards() == {}, "only what has changed"
+    files.path(digests[0]).unlink()
+    shutil.rmtree(files.path(digests[1]).parent)
+    assert files.changed_shards() == {0: set(), 1: set()}
+    assert files.changed_shards() == {0: set()}, "its change was just now: there may be another one"
+    shutil.rmtree(tmp_path)
+    assert files.changed_shards() == {0: set(), 2: set()} and files.digests() == set()
+    files.write(digests[2], IMAGE)
+    assert files.digests() == {digests[2]}
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -23,12 +24,12 @@ NUM_BLOCKS = 8
 class Cache:
     """A pool of blocks of 64 bytes, and its tier."""
 
-    def __init__(self, root: Path, max_bytes: int = 1 << 20, is_shared: bool = False) -> None:
+    def __init__(self, root: Path, max_bytes: int = 1 << 20) -> None:
         self.memory = torch.zeros((NUM_BLOCKS + 1) * 4, 16, dtype=torch.uint8)
         self.pool = BlockPool(NUM_BLOCKS)
         files = BlockFiles(root / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
         self.pooled = PooledFiles(self.pool, CacheImages([self.memory], 4), files)
-        self.tier = DiskTier(root, max_bytes, is_shared)
+        self.tier = DiskTier(root, max_bytes)
         self.pool.on_gained.append(lambda digest, block: self.tier.on_gained(self.pooled, digest, block))
 
     def fill(self, number: int) -> bytes:
@@ -165,7 +166,7 @@ def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_of_a_replica_are_found(cache: Cache, tmp_path: Path) -> None:
-    other = Cache(tmp_path, is_shared=True)
+    other = Cache(tmp_path)
     other.tier.start([other.pooled])
     cache.tier.start([cache.pooled])
     for number in range(3):
@@ -188,3 +189,55 @@ def test_blocks_that_a_sweep_removed_are_written_again(tmp_path: Path) -> None:
     cache.wait()
     assert digest in cache.pooled.files.digests()
     cache.tier.close()
+
+
+def test_files_deleted_by_hand_are_written_again(cache: Cache, tmp_path: Path) -> None:
+    cache.tier.start([cache.pooled])
+    digests = [cache.fill(number) for number in range(5)]
+    cache.wait()
+    cache.pool.drop(digests[4])
+    for digest in digests[2:]:
+        cache.pooled.files.path(digest).unlink()
+    files = BlockFiles(tmp_path / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
+    wait_until(lambda: cache.pooled.on_disk == files.digests() == set(digests[:4]))
+    shutil.rmtree(tmp_path / f"model-{bytes(16).hex()}")
+    wait_until(lambda: cache.pooled.on_disk == files.digests() == set(digests[:4]))
+    keys = [(cache.pooled, digest) for digest in digests[:4]]
+    assert read_all(cache, ReadJob(keys, 1e9, 0.0)) == [bytes([number] * 64) for number in range(4)]
+
+
+def test_file_that_is_missing_ends_a_job_and_is_forgotten(cache: Cache) -> None:
+    digests = [number.to_bytes(16, "big") for number in range(3)]
+    for digest in digests:
+        cache.pooled.files.write(digest, bytes(64))
+    cache.pooled.on_disk.update(digests)
+    cache.tier._next_refresh_s = 1e12
+    cache.tier.start([cache.pooled])
+    for digest in digests[1:]:
+        cache.pooled.files.path(digest).unlink()
+    job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
+    assert read_all(cache, job) == [bytes(64)] and cache.tier.refused == {"missing": 1}
+    wait_until(lambda: cache.pooled.on_disk == {digests[0]})
+
+
+@pytest.mark.parametrize(("num_files", "is_lost"), [(4, False), (4, True), (20, False)])
+def test_deleted_block_is_written_again_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, is_lost: bool
+) -> None:
+    """The tier's thread does not run: the test does what it would."""
+    cache = Cache(tmp_path, max_bytes=24 * (64 + 64))
+    cache.tier._pools = [cache.pooled]
+    for number in range(num_files):
+        cache.pooled.files.write(bytes([99, *range(14), number]), bytes(64))
+    digest = (7).to_bytes(16, "big")
+    cache.pooled.on_disk = {digest, *cache.pooled.files.digests()}
+    cache.pooled.files.path(digest).parent.mkdir()
+    cache.fill(7)
+    assert not cache.tier._writes, "it is said to be on disk"
+    if is_lost:  # the engine reuses the block between the two looks at the index
+        blocks = iter([cache.pool.block_of(digest), None])
+        monkeypatch.setattr(cache.pool, "block_of", lambda digest: next(blocks))
+    cache.tier._refresh()
+    assert cache.pooled.on_disk == cache.pooled.files.digests()
+    is_written = num_files == 4 and not is_lost
+    assert (digest in cache.pooled.queued) == bool(cache.tier._writes) == is_written

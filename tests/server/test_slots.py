@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from foreword.server import slots
 from foreword.server.slots import SlotKey, SlotTable, shared_hashes
 from tests.server.conftest import RunningServer, run_engine, run_server
 from tests.support.checkpoints import write_checkpoint
+from tests.support.waiting import wait_until
 
 MODEL = "tiny"
 
@@ -166,6 +168,27 @@ def test_without_a_directory_there_are_no_slots() -> None:
             assert answer.status_code == 400 and "--kv-cache-dir" in answer.json()["error"]["message"]
         body = {"model": "fake-model", "prompt": "Hi", "id_slot": 99}
         assert server.http.post("/v1/completions", json=body).status_code == 200, "a hint without effect"
+
+
+def test_erased_conversation_can_be_saved_again(served: RunningServer, folder: Path) -> None:
+    complete(served, 150, id_slot=1)
+    assert change(served, 1, "save", filename="again").json()["n_saved"] == 80
+    before = files_of(folder)
+    assert change(served, 1, "erase", filename="again").json()["n_erased"] == 80
+    assert len(before - files_of(folder)) == 5
+    wait_until(lambda: change(served, 1, "save", filename="again").is_success)
+    assert change(served, 1, "save", filename="again").json()["n_saved"] == 80
+
+
+def test_directory_may_be_deleted_under_a_running_server(served: RunningServer, folder: Path) -> None:
+    answer = complete(served, 170, id_slot=1)
+    change(served, 1, "save", filename="kept").raise_for_status()
+    shutil.rmtree(folder / "kv")
+    gone = change(served, 1, "restore", filename="kept")
+    assert gone.status_code == 400 and "nothing is saved as 'kept'" in gone.json()["error"]["message"]
+    assert complete(served, 170, id_slot=1)["choices"] == answer["choices"]
+    wait_until(lambda: change(served, 1, "save", filename="kept").is_success)
+    assert change(served, 1, "restore", filename="kept").json()["n_restored"] > 0
 
 
 def request_of(prompt: range) -> Request:

@@ -119,13 +119,12 @@ async def _erase(server: LoadedModel, key: SlotKey, name: str | None) -> dict[st
         num_blocks = server.slots.find(key).num_blocks(size)
         server.slots.erase(key)
         return {"n_erased": num_blocks * size}
-    others = server.slots.others(key)
-
-    def erase(pins: PinnedPrefixes) -> list[bytes]:
-        return pins.erase(key.owner, name, lambda hashes: shared_hashes(others, hashes, size))
-
     async with server.slots.lock:
-        hashes = await _in_thread(server, erase)
+        others = server.slots.others(key)
+        hashes = await _in_thread(
+            server,
+            lambda pins: pins.erase(key.owner, name, lambda hashes: shared_hashes(others, hashes, size)),
+        )
     return {"n_erased": len(hashes) * size}
 
 
