@@ -41,7 +41,7 @@ from foreword.demo import MODEL as DEMO_MODEL
 from foreword.engine.loader import load
 from foreword.engine_client import local
 from foreword.engine_client.engine_process import KVMemory
-from foreword.errors import InvalidRequest
+from foreword.errors import GrammarFailed, InvalidRequest
 from foreword.kernels.cpu.library import supported_isas
 from foreword.utils.mapped_memory import MemoryFile
 from tests.support.adversarial_grammars import COSTLY_REGEXES
@@ -254,7 +254,7 @@ def _answer(llm: LLM, asked: Sequence[Asked]) -> list[Any]:
             [request.params for request in asked],
             lora_request=[request.lora for request in asked] if any(r.lora for r in asked) else None,
         )
-    except InvalidRequest as error:
+    except (InvalidRequest, GrammarFailed) as error:
         return [(type(error).__name__, str(error))] * len(asked)
     return [fingerprint(output) for output in outputs]
 

@@ -98,10 +98,10 @@ class StepCostProfiler:
             make_dummy_request(index, num_known, num_draft, params, block_size, context, self._vocab_size)
             for index in range(num_requests)
         ]
-        if context:  # distinct blocks, which no request owns yet: one block again would be in the cache
-            blocks = requests[0].state.blocks
-            for index in range(len(blocks)):
-                blocks[index] = index + 1
+        # Distinct blocks, since one block again would be in the cache. They are only read: memory that
+        # outlives an engine has the conversations of the one before.
+        for index in range(context // block_size):
+            requests[0].state.blocks[index] = index + 1
         started = self._clock()
         self._model_runner.run(self._batch_builder.build(requests))
         return self._clock() - started

@@ -469,7 +469,8 @@ def _with_longrope(
     rope: RopeConfig, options: ConfigReader, context_length: int, original_max_position: int
 ) -> RopeConfig:
     length = rope.rotary_dim // 2
-    if original_max_position < 2:
+    attention_factor = options.get_optional_float("attention_factor")
+    if attention_factor is None and original_max_position < 2:
         raise options.error("original_max_position_embeddings", "must be at least 2 for longrope, got 1")
     scales = [options.get_optional_float(f"{name}_mscale") for name in ("short", "long")]
     if (scales[0] is None) != (scales[1] is None):
@@ -479,7 +480,7 @@ def _with_longrope(
         mscales=None if scales[0] is None or scales[1] is None else (scales[0], scales[1]),
         original_max_position=original_max_position,
         factor=options.get_float("factor", context_length / original_max_position),
-        attention_factor=options.get_optional_float("attention_factor"),
+        attention_factor=attention_factor,
         short_factor=options.get_floats("short_factor", length),
         long_factor=options.get_floats("long_factor", length),
     )

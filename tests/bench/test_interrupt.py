@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.waiting import wait_until
 
 # The command with a line of progress for every step.
 SCRIPT = """
@@ -91,4 +92,4 @@ def test_interrupt_while_loading_leaves_an_earlier_result(model: str, tmp_path: 
     assert (code, out, file.read_text()) == (130, "", "earlier")
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     assert not [line for line in err if "Traceback" in line]
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

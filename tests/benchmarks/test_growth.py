@@ -41,7 +41,7 @@ pytestmark = pytest.mark.full
 SIZES = (32, 64, 128, 256)
 CONTEXT = 1 << 20  # tokens, so that the context refuses nothing
 LINE_S = 1e-5  # so that a thousand lines are above the noise
-ADMIN = ("/models/", "/v1/load", "/v1/unload")
+ADMIN = ("/models/", "/v1/load", "/v1/unload", "/slots")  # and slots need a directory of the KV cache
 CHAT = "/v1/chat/completions"
 # Fields whose work is that of grammar workers, or tokens of the answer.
 ELSEWHERE = (

@@ -286,7 +286,7 @@ def test_mtp_heads_are_named_and_left_out(family: str, prefix: str, tmp_path: Pa
 def test_xielu_of_another_beta_is_refused(name: str, value: float, tmp_path: Path):
     path = write_checkpoint(tmp_path, "apertus")
     change_tensors(path, **{f"model.layers.1.mlp.act_fn.{name}": torch.tensor(value)})
-    with pytest.raises(CheckpointError, match=r"`mlp\.act_fn\.beta` must be 0\.5 here"):
+    with pytest.raises(CheckpointError, match=r"xIELU's beta must be 0\.5 here"):
         load(path)
 
 
