@@ -495,7 +495,7 @@ def test_unsupported_keys_of_families_are_named(
     ("architecture", "expected_message"),
     [
         *(
-            (name, f"'{name}' is not supported.*; known: arcee, .*gemma3, .*llama")
+            (name, f"'{name}' is not supported.*; known: apertus, arcee, .*gemma3, .*llama")
             for name in ("gemma3n", "qwen2vl", "mamba")
         ),
         (

@@ -199,7 +199,7 @@ def test_large_workspace_falls_back_to_registers(monkeypatch: pytest.MonkeyPatch
     expected = run(cache, [(0, 199, 200)], 4)
     monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
     batch = cache.batch([(0, 199, 200)])
-    (launch,) = TritonAttnMetadata(batch, None).get_launches(SMALL_TILE, 4, 1, 16)
+    (launch,) = TritonAttnMetadata(batch, None, batch.positions).get_launches(SMALL_TILE, 4, 1, 16)
     assert launch.num_programs == 1
     agree(run(cache, [(0, 199, 200)], 4), expected)
 
@@ -213,7 +213,7 @@ def test_long_contexts_share_the_splits_of_a_request(
     positions = torch.zeros(streams, dtype=torch.int64)
     tables, starts = torch.zeros(streams + 1, 131072 // 16, dtype=torch.int64), tuple(range(streams + 1))
     batch = Batch(positions, positions, positions, tables, starts, (), positions, 16, None, None, positions)
-    metadata = TritonAttnMetadata(batch, None)
+    metadata = TritonAttnMetadata(batch, None, batch.positions)
     (launch,) = metadata.get_launches(TileShape(32, 32, 4, 16), 4, 8, 128)
     assert (launch.num_columns, launch.padded_columns, launch.num_programs) == (4, 32, programs)
     shared = TritonAttention()
