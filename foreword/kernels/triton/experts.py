@@ -198,7 +198,8 @@ def _choose_groups(
 @triton.jit
 def _mixer_share(values, own, available, tolerance):
     """Share of a logit `own` in the softmax over the available values near it; see ExpertsConfig."""
-    distances = tl.div_rn(own - values, tl.maximum(tl.abs(values), own))
+    scale = tl.maximum(tl.abs(values), own)
+    distances = tl.div_rn(own - values, tl.where(scale == 0.0, 1.0, scale))  # equal zeros are near
     is_near = available & ~(distances > tolerance)
     return 1.0 / tl.sum(tl.where(is_near, tl.exp(values - own), 0.0), 0)
 
