@@ -220,3 +220,15 @@ def layer_context(
     assert positions is not None, "batch without M-RoPE positions"
     tables = rope.cos_sin, rope.query_cos_sin
     return ForwardContext(batch, *tables, metadata, positions, sections, inputs, rope.query_scale)
+
+
+def layer_contexts(
+    ops: Ops, batch: Batch, layer_types: Sequence[LayerType], rope: Rope, first: int
+) -> list[ForwardContext]:
+    """Inputs of each layer of a trained head; first: first position that its attention sees."""
+    kinds = dict.fromkeys((each.window, each.causal) for each in layer_types)
+    metadata = {
+        (window, causal): ops.build_attention_metadata(batch, window, first, causal)
+        for window, causal in kinds
+    }
+    return [layer_context(batch, each, rope, metadata[each.window, each.causal]) for each in layer_types]

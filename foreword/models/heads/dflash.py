@@ -17,7 +17,7 @@ from foreword.layers.lora import LoraLayers
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder, layer_context
+from foreword.models.decoder import Decoder, layer_contexts
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
     check_aux_layers,
@@ -234,16 +234,7 @@ class DFlash:
         return self._ops.compile(draft)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
-        """One for each layer; they differ in what their attention sees."""
-        layer_types = self._config.layer.layer_types
-        kinds = dict.fromkeys((each.window, each.causal) for each in layer_types)
-        metadata = {
-            (window, causal): self._ops.build_attention_metadata(batch, window, 0, causal)
-            for window, causal in kinds
-        }
-        return [
-            layer_context(batch, each, self._rope, metadata[each.window, each.causal]) for each in layer_types
-        ]
+        return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 0)
 
 
 def _refuse_extensions(config: ConfigReader) -> None:

@@ -22,7 +22,7 @@ from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder, layer_context
+from foreword.models.decoder import Decoder, layer_contexts
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
     check_aux_layers,
@@ -294,11 +294,7 @@ class Eagle3:
         return self._mlp(self._mlp_norm(x), x)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
-        """One for each layer; they differ in their windows."""
-        layer_types = self._config.layer.layer_types
-        windows = dict.fromkeys(each.window for each in layer_types)
-        metadata = {window: self._ops.build_attention_metadata(batch, window, 1) for window in windows}
-        return [layer_context(batch, each, self._rope, metadata[each.window]) for each in layer_types]
+        return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 1)
 
     def _load_fc(self, precision: Precision, weights: Weights) -> Linear:
         """fc, and the norms before it."""

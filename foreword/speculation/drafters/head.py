@@ -119,9 +119,8 @@ class HeadDrafter:
             started = time.perf_counter()
             lengths = [len(draft.token_ids) for draft in self._draft(requests, jobs)]
             seconds = time.perf_counter() - started
-        return seconds / (
-            1 if self._parallel is not None else max(*lengths, 1)
-        )  # NaN logits end drafts early
+        num_passes = 1 if self._parallel is not None else max(*lengths, 1)  # NaN logits end drafts early
+        return seconds / num_passes
 
     def _draft(self, requests: Sequence[DraftRequest], jobs: Sequence[DraftJob]) -> list[DraftTokens]:
         parts = [slice(None)] if self._parallel is None else split_passes(jobs)
