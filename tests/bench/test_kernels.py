@@ -94,6 +94,15 @@ def test_limit_is_the_longer_of_reading_and_products() -> None:
     assert CaseTimings(case, [4.0]).limit_share(100.0) == 0.5, "the data fits into a cache"
 
 
+def test_fastest_call_is_the_ceiling_where_no_loop_is() -> None:
+    """Rounds of 1 and 3 s are 2/3 of the median's time on average, so the median's rate would be exceeded."""
+    timings = CaseTimings(KernelCase("decode", "", 1, lambda _: None, 1, 0.0, 12.0, "bfloat16"), [1.0, 3.0])
+    peak = kernels._largest_rate([timings], "bfloat16")
+    assert peak == 12.0
+    assert timings.limit_share(peak) == pytest.approx(2 / 3)
+    assert kernels._largest_rate([timings], "int8") == 0.0
+
+
 @pytest.mark.parametrize(("loops", "code"), [((1e3, 1e3), 1), ((1e15, 1e3), 0)])
 def test_wrong_ceiling_voids_the_share(
     loops: tuple[float, float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
