@@ -20,6 +20,7 @@ from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder, layer_contexts
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
+    DraftLogits,
     check_aux_layers,
     check_draft_vocab,
     check_ids,
@@ -165,7 +166,6 @@ class DFlash:
         self._config = config
         self._ops = ops
         self._device = device
-        self._vocab_size = target.vocab_size
         before = weights.num_parameters
         joined = len(config.aux_layers) * config.target_hidden_size
         self._fc = Linear(ops, load_linear(ops, weights, precision.linear_format, joined, {"fc": size}))
@@ -182,10 +182,9 @@ class DFlash:
         self._norm = build_norm(ops, layers, weights, "norm").scaled(config.logit_scale)
         options = (NAME, target, ops, layers, precision, weights)
         self._embedding, is_own = load_embedding(*options, config.embedding_scale)
-        self._lm_head = load_lm_head(*options, config.draft_vocab_size)
-        self._vocab_ids = None
-        if vocab_ids is not None:
-            self._vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size).to(device)
+        lm_head = load_lm_head(*options, config.draft_vocab_size)
+        vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
+        self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
         own_rows = layers.vocab_size * is_own + config.draft_vocab_size
         self.info = replace(
@@ -193,7 +192,7 @@ class DFlash:
             architecture=self.method,
             context_len=target.info.context_len,
             vocab_size=target.vocab_size,
-            embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
+            embedding_parameters=own_rows * size if lm_head is not target.lm_head else 0,
             is_head=True,
             draft_tokens_per_pass=parallel.max_tokens,
             draft_extra_rows=parallel.num_rows(0),
@@ -224,12 +223,7 @@ class DFlash:
             contexts = self._contexts(batch)
             for layer, context, memory in zip(self._layers, contexts, cache.layers, strict=True):
                 x = layer(x, context, memory)
-            logits = self._lm_head(self._norm(ops.index_rows(x, batch.sample_rows)))
-            if self._config.logit_softcap is not None:
-                logits = ops.softcap(logits, self._config.logit_softcap)
-            if self._vocab_ids is None:
-                return logits
-            return ops.expand_vocab(logits, self._vocab_ids, self._vocab_size)
+            return self._logits(self._norm(ops.index_rows(x, batch.sample_rows)))
 
         return self._ops.compile(draft)
 

@@ -25,6 +25,7 @@ from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder, layer_contexts
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.heads.head_vocabulary import (
+    DraftLogits,
     check_aux_layers,
     check_draft_vocab,
     check_ids,
@@ -194,15 +195,13 @@ class Eagle3:
             for i in range(1, len(layer.layer_types))
         ]
         self._norm = self._load_norm(outer, "norm", size)
-        self._vocab_size = target.vocab_size
         options = (NAME, target, ops, layer, precision)
         self._embedding, is_own = load_embedding(*options, outer)
         scale = target.config.embedding_scale * target.config.input_scale
         self._reads_target_input = not is_own and scale == 1.0  # the input of the target's first layer
-        self._lm_head = load_lm_head(*options, weights, config.draft_vocab_size)
-        self._vocab_ids = None
-        if vocab_ids is not None:
-            self._vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size).to(device)
+        lm_head = load_lm_head(*options, weights, config.draft_vocab_size)
+        vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
+        self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids)
         self.cache_shape = HeadShape(layer.kv_shapes, size)
         own_rows = layer.vocab_size * is_own + config.draft_vocab_size
         self.info = replace(
@@ -210,7 +209,7 @@ class Eagle3:
             architecture=self.method,
             context_len=target.info.context_len,
             vocab_size=target.vocab_size,
-            embedding_parameters=own_rows * size if self._lm_head is not target.lm_head else 0,
+            embedding_parameters=own_rows * size if lm_head is not target.lm_head else 0,
             is_head=True,
             hidden_values_per_token=size,
             draft_tokens_per_pass=1 if config.parallel is None else config.parallel.max_tokens,
@@ -263,10 +262,7 @@ class Eagle3:
             y = self._norm(x)
             if self.parallel is None:
                 ops.write_hidden(y if self._config.norm_output else x, cache.hidden, batch.slots)
-            logits = self._lm_head(ops.index_rows(y, batch.sample_rows))
-            if self._vocab_ids is None:
-                return logits
-            return ops.expand_vocab(logits, self._vocab_ids, self._vocab_size)
+            return self._logits(ops.index_rows(y, batch.sample_rows))
 
         return self._ops.compile(draft)
 

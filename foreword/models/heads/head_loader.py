@@ -103,9 +103,10 @@ def _make_head(
     options = (target, ops, precision, weights, device, max_model_len)
     if isinstance(files.config, AssistantConfig):
         return Gemma4Assistant(files.config, *options)
+    vocab_ids = None if files.vocab_ids is None else files.vocab_ids.to(device)
     if isinstance(files.config, DFlashConfig):
-        return DFlash(files.config, *options, files.vocab_ids)
-    return Eagle3(files.config, *options, files.vocab_ids)
+        return DFlash(files.config, *options, vocab_ids)
+    return Eagle3(files.config, *options, vocab_ids)
 
 
 def _read_mtp_info(

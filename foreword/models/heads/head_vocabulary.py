@@ -1,4 +1,4 @@
-"""Embedding and output layer of a trained head: its own, or the target's."""
+"""Embedding and output layer of a trained head: its own, or the target's; and whether they fit."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def check_draft_vocab(
         raise head_mismatch(name, f"has mask token {mask_token_id}, its model {config.vocab_size} tokens")
 
 
-def check_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
+def check_ids(name: str, ids: Tensor | None, vocab_size: int) -> Tensor | None:
     """Raises CheckpointError for ids that are outside of the vocabulary, or not unique."""
+    if ids is None:
+        return None
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise head_mismatch(name, f"has d2t with ids outside of the model's vocabulary of {vocab_size}")
     if len(set(ids.tolist())) < len(ids):
@@ -95,3 +97,32 @@ def load_lm_head(
     outputs = {"lm_head": draft_vocab_size}
     weight = load_linear(ops, weights, precision.embedding_format, size, outputs)
     return Linear(ops, weight, torch.float32)
+
+
+class DraftLogits:
+    """Hidden states [R, h] -> logits, float32 [R, V] of the target's vocabulary; -inf: never drafted."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        lm_head: Linear,
+        vocab_size: int,
+        vocab_ids: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """vocab_size  of the target
+        vocab_ids  int64 [rows of lm_head]: the target's id of each; None: the same ids
+        """
+        self._ops = ops
+        self._lm_head = lm_head
+        self._vocab_size = vocab_size
+        self._vocab_ids = vocab_ids
+        self._softcap = softcap
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self._lm_head(x)
+        if self._softcap is not None:
+            logits = self._ops.softcap(logits, self._softcap)
+        if self._vocab_ids is None:
+            return logits
+        return self._ops.expand_vocab(logits, self._vocab_ids, self._vocab_size)

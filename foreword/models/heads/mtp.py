@@ -16,6 +16,7 @@ from foreword.layers.lora import LoraLayers
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
+from foreword.models.heads.head_vocabulary import DraftLogits
 from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
@@ -64,11 +65,11 @@ class MTP:
         self._norm = build_norm(ops, config, body, names.norm)
         # Ids below are drafted: an output layer of 248,000 rows has 12 times the parameters of the layer
         size_drafted = min(draft_vocab_size or target.vocab_size, target.vocab_size)
-        self._lm_head: Linear = target.lm_head
-        self._vocab_ids: Tensor | None = None
+        lm_head, vocab_ids = target.lm_head, None
         if size_drafted < target.vocab_size:
-            self._lm_head = target.lm_head.first_rows(size_drafted)
-            self._vocab_ids = torch.arange(size_drafted, device=device)
+            lm_head = target.lm_head.first_rows(size_drafted)
+            vocab_ids = torch.arange(size_drafted, device=device)
+        self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids)
         kv_shape = config.cache_shapes[0]
         assert isinstance(kv_shape, KVShape)
         self.cache_shape = HeadShape((kv_shape,), size)
@@ -106,10 +107,7 @@ class MTP:
             x = self._join(self._target.embedding(batch.token_ids), batch, cache)
             y = self._norm(self._layer(x, self._context(batch), layer))
             ops.write_hidden(y, cache.hidden, batch.slots)
-            logits = self._lm_head(ops.index_rows(y, batch.sample_rows))
-            if self._vocab_ids is None:
-                return logits
-            return ops.expand_vocab(logits, self._vocab_ids, self._target.vocab_size)
+            return self._logits(ops.index_rows(y, batch.sample_rows))
 
         return self._ops.compile(draft)
 
