@@ -164,6 +164,17 @@ def run_engine(config: Config) -> Iterator[RunningServer]:
     client.local.check()
 
 
+@contextlib.contextmanager
+def run_engine_process(config: Config) -> Iterator[RunningServer]:
+    """A server with its engine in a process."""
+    prepared = prepare_checkpoint(config)
+    client = make_engine_client(
+        prepared.config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary
+    )
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+        yield server
+
+
 @pytest.fixture
 async def resources() -> AsyncIterator[contextlib.AsyncExitStack]:
     """Contexts that end with the test."""
@@ -191,11 +202,6 @@ def served(shared: RunningServer) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def demo() -> Iterator[RunningServer]:
     """The bundled model, with the default drafters."""
-    prepared = prepare_checkpoint(
-        Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
-    )
-    client = make_engine_client(
-        prepared.config, prepared.never_sampled_ids, prepared.tokenizer.engine_vocabulary
-    )
-    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+    config = Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
+    with run_engine_process(config) as server:
         yield server

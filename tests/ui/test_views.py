@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from PIL import Image
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from foreword.server.auth.key_file import hash_key
-from tests.server.conftest import RunningServer, run_server
+from tests.server.conftest import RunningServer, run_engine_process, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.tool_checkpoint import WEATHER
+from tests.support.waiting import wait_until
 from tests.ui.conftest import DESKTOP, OpenPage
 
 Open = Callable[..., OpenPage]
@@ -235,6 +238,41 @@ def test_server_shows_its_figures(open_page: Open, demo: RunningServer) -> None:
     demo.http.get("/v1/models/none")
     page.wait_for_selector(".events li")
     assert "404 on /v1/models/{name}" in page.locator(".events").inner_text()
+
+
+def test_tiers_of_the_kv_cache_have_tiles(open_page: Open, tmp_path: Path) -> None:
+    """Blocks are written to disk, and taken over from the memory of an engine that is killed."""
+    config = Config(
+        kv_cache_memory="8000tokens",
+        kv_cache_dir=str(tmp_path / "kv"),
+        kv_cache_shared_memory=True,
+        log_level="warning",
+        threads=1,
+    )
+    with run_engine_process(config) as server:
+
+        def read(name: str) -> float:
+            text = server.http.get("/metrics").text
+            values = re.findall(rf"^foreword_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            return sum(map(float, values))
+
+        page = open_page(server)
+        page.ask("What is speculative decoding?")
+        wait_until(lambda: read("kv_disk_bytes_total") > 0)
+        os.kill(server.client.pids[""], signal.SIGKILL)
+        page.ask("How is it made exact?", 2)
+        wait_until(lambda: read("kv_adopted_tokens_total") > 0)
+        page.get_by_role("link", name="Server").click()
+        tile = page.locator(".tile", has_text="tokens of KV taken over by new engines")
+        tile.wait_for()
+        assert tile.locator("b").inner_text() == f"{read('kv_adopted_tokens_total'):,.0f}"
+        for label in (
+            "of prompt tokens read from disk",
+            "of KV read from disk",
+            "of computing saved by the disk",
+        ):
+            assert page.locator(".tile", has_text=label).count() == 1
+        page.close()
 
 
 def test_hidden_page_asks_nothing(open_page: Open, fake: RunningServer) -> None:
