@@ -21,15 +21,19 @@ from typing import Any
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
 from foreword.core.outputs import KVDiskStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
+from foreword.engine.loader import load
 from foreword.errors import ConfigError
 from foreword.kv_cache import block_files, disk_tier
 from foreword.kv_cache.prefix_loader import PrefixLoader
+from foreword.utils.mapped_memory import MemoryFile
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import (
+    DEFAULTS,
     load_engine,
     make_request,
     run,
@@ -37,7 +41,7 @@ from tests.support.engines import (
     tokens_of,
     verified_drafts,
 )
-from tests.support.heads import train_head, write_random_head
+from tests.support.heads import head_config, head_tensors, train_head, write_head, write_random_head
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.support.waiting import wait_until
 
@@ -47,6 +51,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory": "2000tokens",
 }
 SMALL: dict[str, Any] = {**OPTIONS, "kv_cache_memory": "400tokens"}  # holds one conversation
+HEAD_OPTIONS: dict[str, Any] = {"speculate": "eagle3", "num_speculative_tokens": 3}
 # Options of the engine and of the checkpoint
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -58,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolution": ("lfm2", {}),
     "delta rule": ("qwen3_5_text", {}),
     "mamba": ("granitemoehybrid", {}),
-    "trained head": ("llama", {"speculate": "eagle3", "num_speculative_tokens": 3}),
+    "trained head": ("llama", HEAD_OPTIONS),
 }
 Answers = dict[str, list[tuple[int, int]]]
 
@@ -339,6 +344,30 @@ def test_replicas_read_what_another_one_has_written(
     num_prompt = sum(len(request.prompt_ids) for request in requests[-2:])
     assert disk_stats(second).hit_tokens > 0.8 * num_prompt
     assert len(list(tmp_path.glob("model-*"))) == 1
+
+
+def test_head_of_another_width_between_leaves_nothing_in_memory(checkpoint: Path, tmp_path: Path) -> None:
+    """Its blocks lie elsewhere in the memory of the engine before, over blocks of that one's index."""
+    for name, num_heads in (("a", 2), ("b", 1)):
+        head = head_config(checkpoint, num_key_value_heads=num_heads)
+        write_head(tmp_path / name, head, head_tensors(head, head["hidden_size"]))
+    config = Config(
+        model=str(checkpoint), draft_model=str(tmp_path / "head"), **(DEFAULTS | OPTIONS), **HEAD_OPTIONS
+    )
+    resolved, timings, adopted, all_answers = None, None, [], []
+    memory = os.memfd_create("kv")
+    for name in "aaba":
+        (tmp_path / "head").unlink(missing_ok=True)
+        (tmp_path / "head").symlink_to(tmp_path / name)
+        engine = load(config, (), resolved, timings=timings, kv_memory=MemoryFile(memory))
+        resolved, timings = engine.info.resolved, engine.proposer.timings
+        adopted.append(engine.num_adopted_tokens > 0)
+        all_answers.append(answers_of(engine, conversations(2 if name == "b" else 1)))
+        del engine
+        gc.collect()
+    os.close(memory)
+    assert adopted == [False, True, False, False]
+    assert all_answers[0] == all_answers[1] == all_answers[3]
 
 
 def test_choices_of_a_prompt_read_it_once(checkpoint: Path, tmp_path: Path) -> None:

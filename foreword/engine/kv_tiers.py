@@ -57,6 +57,7 @@ def adopt_blocks(config: Config, engine: Engine, memory: MemoryFile) -> None:
     sizes = [pool.num_blocks for pool in pools]
     namespace = _namespace(config, engine, (sizes, engine.model_runner.kv.nbytes))
     counts = [SurvivingIndex(memory, pool, namespace).adopt() for pool in pools]
+    memory.claim(namespace)
     engine.num_adopted_tokens = counts[0] * scheduler.block_size
     if counts[0]:
         logger.info(

@@ -82,6 +82,8 @@ def load(
         with builder.time_stage("weights"):
             models = _load_models(config, chosen, ops, draft_model, builder.report("weights"))
         models = replace(models, kv_memory=kv_memory)
+        if kv_memory is not None:
+            kv_memory.disown()
         engine = builder.build(models, target, draft_model, measure_memory=resolved is None)
         engine.prefix_loader = make_prefix_loader(config, engine, is_restart=resolved is not None)
         if kv_memory is not None:

@@ -1,9 +1,11 @@
 """The index of a pool in memory that outlives its engine: which blocks are whole.
 
-    namespace | entry of block 0 | entry of block 1 ...      entry: hash | check
+    entry of block 0 | entry of block 1 ...      entry: hash | check
 
 An entry is written after its block is complete, the check last, and the check is erased before the block is
 reused. So whenever the engine is killed, a block with a valid entry is whole: none had begun to write to it.
+
+An engine of another layout overwrites blocks and does not see their entries. So only the last owner's count.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ class SurvivingIndex:
     """Mirrors the index of a pool from adopt() on."""
 
     def __init__(self, memory: MemoryFile, pool: BlockPool, namespace: bytes) -> None:
-        """namespace  a hash of all that the bytes of a block depend on, and of the layout of the memory"""
+        """namespace  a hash of all that the bytes of a block depend on, and of the layout of the memory;
+        its engine claims the memory after adopt()
+        """
         assert len(namespace) == DIGEST_BYTES
-        size = DIGEST_BYTES + (pool.num_blocks + 1) * ENTRY_BYTES
+        size = (pool.num_blocks + 1) * ENTRY_BYTES
         self._pool = pool
         self._namespace = namespace
+        self._is_ours = memory.last_owner == namespace
         self._bytes = memoryview(memory.allocate(size).numpy().data)
 
     def adopt(self) -> int:
@@ -36,10 +41,8 @@ class SurvivingIndex:
 
         Blocks of another engine are forgotten.
         """
-        if self._bytes[:DIGEST_BYTES] != self._namespace:
-            self._bytes[:DIGEST_BYTES] = bytes(DIGEST_BYTES)
-            self._bytes[DIGEST_BYTES:] = bytes(len(self._bytes) - DIGEST_BYTES)
-            self._bytes[:DIGEST_BYTES] = self._namespace
+        if not self._is_ours:
+            self._bytes[:] = bytes(len(self._bytes))
         num_adopted = 0
         for block in range(1, self._pool.num_blocks + 1):
             start = self._start(block)
@@ -69,4 +72,4 @@ class SurvivingIndex:
         ).digest()
 
     def _start(self, block: int) -> int:
-        return DIGEST_BYTES + block * ENTRY_BYTES
+        return block * ENTRY_BYTES

@@ -18,6 +18,7 @@ _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictio
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
+OWNER_BYTES = 16
 
 
 def register_mapping(mapping: mmap.mmap) -> None:
@@ -42,12 +43,24 @@ def release_pages(address: int, num_bytes: int) -> None:
 class MemoryFile:
     """Allocates tensors from a file in memory. A later process that allocates the same finds their content.
 
-    New memory is zeroed. The file lives as long as a descriptor or a mapping of it.
+    New memory is zeroed. The file lives as long as a descriptor or a mapping of it. Its first page names the
+    owner of the content, at the same place whatever the owner allocates.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._end = 0
+        self._owner = memoryview(self.allocate(OWNER_BYTES).numpy().data)
+        self.last_owner = bytes(OWNER_BYTES)  # whose content it was before disown()
+
+    def disown(self) -> None:
+        """Erase the owner before the first write: whoever is killed before claim() leaves nothing."""
+        self.last_owner = bytes(self._owner)
+        self._owner[:] = bytes(OWNER_BYTES)
+
+    def claim(self, owner: bytes) -> None:
+        assert len(owner) == OWNER_BYTES and any(owner)
+        self._owner[:] = owner
 
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], aligned to a page. Raises OSError."""

@@ -23,12 +23,21 @@ NAMESPACE = bytes(range(16))
 class Engine:
     """Blocks of one byte's value each, in a memory file."""
 
-    def __init__(self, fd: int, namespace: bytes = NAMESPACE) -> None:
+    def __init__(
+        self, fd: int, namespace: bytes = NAMESPACE, num_head_bytes: int = 0, is_killed: bool = False
+    ) -> None:
+        """num_head_bytes  memory of a trained head, which moves what follows
+        is_killed  before it has adopted anything
+        """
         memory = MemoryFile(fd)
+        memory.disown()
+        self.head = memory.allocate(num_head_bytes)
         self.blocks = memory.allocate((NUM_BLOCKS + 1) * BLOCK_BYTES).view(NUM_BLOCKS + 1, BLOCK_BYTES)
         self.pool = BlockPool(NUM_BLOCKS)
         self.index = SurvivingIndex(memory, self.pool, namespace)
-        self.num_adopted = self.index.adopt()
+        if not is_killed:
+            self.num_adopted = self.index.adopt()
+            memory.claim(namespace)
 
     def fill(self, number: int) -> int:
         """Compute a block of this value, index it, and release it; returns the block."""
@@ -76,9 +85,20 @@ def test_next_engine_adopts_whole_blocks(fd: int) -> None:
 
 def test_another_namespace_adopts_nothing(fd: int) -> None:
     Engine(fd).fill(1)
-    other = Engine(fd, bytes(16))
+    other = Engine(fd, bytes(range(2, 18)))
     assert other.num_adopted == 0
     assert Engine(fd).num_adopted == 0, "its engine may have written anything"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_blocks_under_another_layout_are_not_adopted(fd: int, is_killed: bool) -> None:
+    """The engine between does not see the index of the first one, and overwrites its blocks."""
+    first = Engine(fd)
+    for number in range(NUM_BLOCKS):
+        first.fill(number)
+    other = Engine(fd, bytes(range(1, 17)), 3 * BLOCK_BYTES, is_killed)
+    other.blocks[0] = 77  # the block of dummy rows, which a warm-up writes to
+    assert Engine(fd).num_adopted == 0
 
 
 @pytest.mark.parametrize("position", range(0, 24, 5))
