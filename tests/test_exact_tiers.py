@@ -23,7 +23,7 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
-from foreword.core.outputs import KVDiskStats
+from foreword.core.outputs import ErrorEvent, KVDiskStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
@@ -135,6 +135,27 @@ def test_answers_are_equal_with_blocks_from_disk(case: str, tmp_path: Path) -> N
     assert answers_of(restarted, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
     stats, num_prompt = disk_stats(restarted), sum(len(request.prompt_ids) for request in requests[-2:])
     assert stats.hit_tokens > 0.8 * num_prompt and not stats.refused
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_blocks_of_a_failed_request_leave_the_disk(tmp_path: Path, family: str) -> None:
+    """A fault in the first step damages a block, which is written before the request fails."""
+    checkpoint = write_checkpoint(tmp_path / "model", family, seed=3)
+    (request,) = conversations(1)[:1]
+    expected = answers_of(load_engine(checkpoint, **OPTIONS), [request])
+    stored = {**OPTIONS, "kv_cache_dir": str(tmp_path / "kv")}
+    engine = load_engine(checkpoint, **stored)
+    engine.submit(request)
+    engine.step()
+    wait_until(lambda: any(tmp_path.glob("kv/*/blocks/*/*")))
+    for part, _ in engine.model_runner.kv.block_images()._parts:
+        part[:] = b"\xff" * len(part)  # NaN
+    (error,) = run(engine)[request.id][-1:]
+    assert isinstance(error, ErrorEvent)
+    wait_written(engine)
+    assert not list(tmp_path.glob("kv/*/blocks/*/*")) and not list(tmp_path.glob("kv/*/states/*/*"))
+    engine.close()
+    assert answers_of(load_engine(checkpoint, **stored), [request]) == expected
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])

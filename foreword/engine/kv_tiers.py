@@ -80,6 +80,7 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     tier = DiskTier(root, max_bytes)
     blocks = PooledFiles(scheduler.pool, images, files)
     scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
+    scheduler.prefix_cache.on_invalid = tier.forget
     anchors = None
     if states is not None and anchor_images is not None:
         files = BlockFiles(folder / "states", namespace, anchor_images.nbytes)

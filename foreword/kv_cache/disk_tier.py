@@ -11,6 +11,7 @@ full, slow or broken, costs hits and no step's time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -128,6 +129,7 @@ class DiskTier:
         self._counts = _Counts()
         self._writes: deque[QueuedWrite] = deque()
         self._reads: deque[ReadJob] = deque()
+        self._forgotten: deque[bytes] = deque()  # hashes whose files are to be removed
         self._lock = threading.Lock()  # guards staged images
         self._staged_bytes = 0
         self._next_write_s = 0.0
@@ -159,6 +161,12 @@ class DiskTier:
         self._writes.append(write)
         self._wake.set()
 
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Remove files of blocks whose content may be wrong, and of the states at their ends."""
+        if self.is_alive:
+            self._forgotten.extend(digests)
+            self._wake.set()
+
     def read(self, job: ReadJob) -> None:
         """Begin to read in the background, after earlier jobs."""
         self._reads.append(job)
@@ -185,7 +193,7 @@ class DiskTier:
     @property
     def is_idle(self) -> bool:
         """Nothing is queued, read or written."""
-        return not (self._writes or self._reads)
+        return not (self._writes or self._reads or self._forgotten)
 
     def read_seconds(self, num_bytes: int) -> float:
         """Expected time to read; 0 before the first read, which measures it."""
@@ -212,6 +220,7 @@ class DiskTier:
         try:
             while not self._is_over():
                 self._wake.clear()
+                self._remove_forgotten()
                 if self._reads:
                     self._read(self._reads[0])
                     self._reads.popleft()
@@ -221,11 +230,20 @@ class DiskTier:
                 elif self._closes_at_s is None:
                     self._refresh()
                     self._wake.wait(min(delay_s, REFRESH_S))
+            self._remove_forgotten()
         except Exception:
             logger.exception("engine: the disk tier of the KV cache ends after an error")
         finally:
             self.is_alive = False
             self.progress.set()
+
+    def _remove_forgotten(self) -> None:
+        while self._forgotten:
+            for pool in self._pools:
+                pool.on_disk.discard(self._forgotten[0])
+                with contextlib.suppress(OSError):
+                    pool.files.path(self._forgotten[0]).unlink()
+            self._forgotten.popleft()
 
     def _is_over(self) -> bool:
         """Closed, with nothing left to write, or no time for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from foreword.core.images import PromptImage
@@ -61,6 +61,8 @@ class PrefixCache:
         self._pool = pool
         self.block_size = block_size
         self._computing: dict[bytes, RequestState] = {}
+        # Called with the hashes of blocks whose content may be wrong
+        self.on_invalid: Callable[[Sequence[bytes]], None] = lambda digests: None
 
     @property
     def idle(self) -> bool:
@@ -140,6 +142,7 @@ class PrefixCache:
     def invalidate(self, state: RequestState) -> None:
         """Drop the blocks of a failed request from the index: their content may be wrong."""
         self._pool.invalidate(state.blocks)
+        self.on_invalid(state.block_hashes[: len(state.blocks)])
 
     def _end_computing(self, state: RequestState, digest: bytes) -> None:
         if self._computing.get(digest) is state:

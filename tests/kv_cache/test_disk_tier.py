@@ -147,6 +147,25 @@ def test_staged_images_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch
     assert not job.images and cache.tier._staged_bytes == 64
 
 
+def test_blocks_that_may_be_wrong_are_removed(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose write has begun, and all of them when the tier is closed."""
+    digests = [cache.fill(number) for number in range(4)]
+    write = cache.pooled.files.write
+
+    def write_and_forget(digest: bytes, image: bytes) -> None:
+        write(digest, image)
+        if digest == digests[0]:
+            cache.tier.forget(digests[:1])
+        elif digest == digests[3]:
+            cache.tier.forget(digests[2:])
+            cache.tier._closes_at_s = 0.0
+
+    monkeypatch.setattr(cache.pooled.files, "write", write_and_forget)
+    cache.tier.start([cache.pooled])
+    wait_until(lambda: not cache.tier.is_alive)
+    assert cache.pooled.files.digests() == cache.pooled.on_disk == {digests[1]}
+
+
 def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.tier.start([cache.pooled])
     digest = cache.fill(1)
