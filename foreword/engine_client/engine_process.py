@@ -55,13 +55,22 @@ class KVMemory:
     """A file in memory for the KV cache of successive engines, empty until the first has sized it."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
-        self.fd = os.memfd_create("foreword-kv-cache", os.MFD_CLOEXEC)
+        """Raises ConfigError."""
+        try:
+            self.fd = os.memfd_create("foreword-kv-cache", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"there is no memory file for the KV cache: {error.strerror or error}"
+            ) from error
 
     def clear(self) -> None:
-        """Begin with an empty file: an engine that cannot be killed may still write to the old one."""
+        """Begin with an empty file: an engine that cannot be killed may still write to the old one.
+
+        Raises ConfigError, and keeps the old file for another attempt.
+        """
+        fd = KVMemory().fd
         self.close()
-        self.fd = os.memfd_create("foreword-kv-cache", os.MFD_CLOEXEC)
+        self.fd = fd
 
     def close(self) -> None:
         os.close(self.fd)

@@ -440,6 +440,31 @@ async def test_restart_without_descriptors_is_retried(
     assert got["greedy"] == undisturbed["greedy"] and next(results, create) is create
 
 
+async def test_restart_without_a_new_memory_file_is_retried(
+    checkpoint: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The damaged file stays open meanwhile: its number would be another file's."""
+    client = make_client(checkpoint, fork_server, kv_cache_shared_memory=True)
+    await client.start()
+    memory, create = process_of(client)._kv_memory, os.memfd_create
+    assert memory is not None
+    before, errors = os.fstat(memory.fd).st_ino, [OSError(errno.EMFILE, "Too many open files")]
+
+    def scarce(name: str, flags: int) -> int:
+        if "kv-cache" in name and errors:
+            assert os.fstat(memory.fd).st_ino == before
+            raise errors.pop()
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", scarce)
+    try:
+        os.kill(pid_of(client), signal.SIGSEGV)
+        await wait_until_async(lambda: client.readiness.restarts > 0 and client.readiness.is_ready)
+        assert not errors and os.fstat(memory.fd).st_ino != before
+    finally:
+        await client.close()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
 async def test_close_does_not_wait_for_a_hung_engine(
