@@ -111,7 +111,7 @@ def brings_mtp_head(path: Path) -> bool:
     """
     try:
         return _gguf_brings_mtp_head(path) if is_gguf(path) else _folder_brings_mtp_head(path)
-    except (CheckpointError, OSError, ValueError, TypeError):
+    except (CheckpointError, OSError, ValueError, TypeError, RecursionError):
         return False
 
 

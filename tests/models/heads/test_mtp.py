@@ -116,6 +116,13 @@ def test_checkpoints_without_a_head(family: str, tmp_path: Path) -> None:
     assert not brings_mtp_head(path) and not brings_mtp_head(tmp_path / "nothing")
 
 
+def test_header_nested_too_deeply_has_no_head(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "deepseek_v3")
+    header = b"[" * 200_000
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert not brings_mtp_head(path)
+
+
 def test_wrong_shape_is_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
     path = write_mtp_checkpoint(tmp_path / "model", "glm4_moe")
     change_tensors(path, **{"model.layers.2.eh_proj.weight": torch.zeros(64, 64)})
