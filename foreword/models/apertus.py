@@ -15,7 +15,7 @@ from foreword.weights.config_reader import ConfigReader
 
 THETA = 12_000_000.0
 NORMS = ("attention_layernorm", "feedforward_layernorm")
-XIELU_BETA = 0.5
+XIELU_BETA, MIN_EPS = 0.5, -1e-5
 CONSTANTS = ("alpha_p", "alpha_n", "beta", "eps")
 
 
@@ -63,7 +63,7 @@ def _read_all_alphas(constants: ConfigReader, base: DecoderConfig) -> tuple[tupl
 
 
 def _read_alphas(builder: LayerBuilder) -> tuple[float, float]:
-    """Of checkpoints. Constants without values (headers, random weights) are zeros."""
+    """The constants of a checkpoint's layer."""
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     return _compute_alphas(
         {name: builder.scalar(f"mlp.act_fn.{name}", shape) for name, shape in shapes.items()}
@@ -72,8 +72,11 @@ def _read_alphas(builder: LayerBuilder) -> tuple[float, float]:
 
 def _compute_alphas(values: Mapping[str, float]) -> tuple[float, float]:
     """See Ops.act; constants are stored before a softplus."""
-    if (values["beta"] or values["eps"]) and values["beta"] != XIELU_BETA:
+    if values["beta"] != XIELU_BETA:
         raise CheckpointError(f"xIELU's beta must be {XIELU_BETA} here, got {values['beta']:g}", "model")
+    if not MIN_EPS <= values["eps"] <= 0:
+        problem = f"must be between {MIN_EPS:g} and 0 here, got {values['eps']:g}"
+        raise CheckpointError(f"xIELU's eps {problem}", "model")
     positive, negative = (
         max(value, 0.0) + math.log1p(math.exp(-abs(value)))
         for value in (values["alpha_p"], values["alpha_n"])

@@ -15,6 +15,7 @@ from foreword.layers.weights import Weights
 from foreword.weights.renamed_weights import PrefixedWeights
 
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
+XIELU_BETA = 0.5  # the one constant that a model checks
 
 
 class MetaOps(ReferenceOps):
@@ -33,8 +34,8 @@ class MetaWeights:
         self.num_parameters = 0
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Zeros, expanded from one value."""
-        tensor = torch.zeros(()).expand(shape)
+        """Zeros, expanded from one value; constants as of DummyWeights."""
+        tensor = torch.tensor(_constant(name)).expand(shape)
         self.num_parameters += tensor.numel()
         return tensor
 
@@ -96,7 +97,7 @@ class DummyWeights:
         """float32: about 1 for norm weights, about 0 for biases, 0 for constants, else normal as a matrix."""
         if not shape:
             self.num_parameters += 1
-            return torch.zeros((), device=self._device)
+            return torch.tensor(_constant(name), device=self._device)
         is_vector = len(shape) == 1
         std = DUMMY_VECTOR_STD if is_vector else shape[-1] ** -0.5
         values = self._normal(name, shape, torch.float32, std)
@@ -125,3 +126,7 @@ class DummyWeights:
         values = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         self.num_parameters += values.numel()
         return values.normal_(0.0, std, generator=self._generator)
+
+
+def _constant(name: str) -> float:
+    return XIELU_BETA if name.endswith("act_fn.beta") else 0.0

@@ -282,11 +282,21 @@ def test_mtp_heads_are_named_and_left_out(family: str, prefix: str, tmp_path: Pa
         load(path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("beta", 0.25), ("beta", float("nan"))])
-def test_xielu_of_another_beta_is_refused(name: str, value: float, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ({"beta": 0.25}, r"beta must be 0\.5 here"),
+        ({"beta": float("nan")}, r"beta must be 0\.5 here"),
+        ({"beta": 0.0, "eps": 0.0}, r"beta must be 0\.5 here"),
+        ({"eps": 1e-6}, "eps must be between -1e-05 and 0 here"),
+        ({"eps": -0.1}, "eps must be between -1e-05 and 0 here"),
+    ],
+)
+def test_xielu_of_other_constants_is_refused(constants: dict[str, float], message: str, tmp_path: Path):
     path = write_checkpoint(tmp_path, "apertus")
-    change_tensors(path, **{f"model.layers.1.mlp.act_fn.{name}": torch.tensor(value)})
-    with pytest.raises(CheckpointError, match=r"xIELU's beta must be 0\.5 here"):
+    tensors = {f"model.layers.1.mlp.act_fn.{name}": torch.tensor(x) for name, x in constants.items()}
+    change_tensors(path, **tensors)
+    with pytest.raises(CheckpointError, match=f"xIELU's {message}"):
         load(path)
 
 
