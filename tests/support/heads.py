@@ -167,6 +167,7 @@ def write_head(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
     return path
 
 
+# As in llama.cpp: conversion/llama.py and gguf-py/gguf/constants.py
 GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
@@ -175,13 +176,28 @@ GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
-GGUF_OUTER = {"norm": "output_norm", "embed_tokens": "token_embd", "lm_head": "output", "fc": "fc"}
+GGUF_OUTER = {
+    "norm": "output_norm",
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+}
 
 
 def write_gguf_head(
-    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], norm_before_residual: bool = False
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    norm_before_residual: bool = False,
+    layers_key: str = "target_layers",
+    **keys: Any,
 ) -> Path:
-    """As llama.cpp's converter: q and k for interleaved RoPE, d2t with the target's ids, no t2d."""
+    """As llama.cpp's converter: q and k for interleaved RoPE, d2t with the target's ids, no t2d.
+
+    layers_key  older files have `extract_layers`
+    keys        whole numbers instead of the usual ones
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "eagle3")
     size, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
@@ -197,12 +213,14 @@ def write_gguf_head(
         "rope.dimension_count": dim,
         "vocab_size": config["vocab_size"],
         "target_hidden_size": config.get("target_hidden_size", size),
+        **keys,
     }.items():
         writer.add_uint32(f"eagle3.{key}", value)
     writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     writer.add_float32("eagle3.rope.freq_base", config["rope_theta"])
     writer.add_bool("eagle3.norm_before_residual", norm_before_residual)
-    writer.add_array("eagle3.extract_layers", list(AUX_LAYERS))
+    writer.add_bool("eagle3.norm_before_fc", "input_norm.weight" in tensors)
+    writer.add_array(f"eagle3.{layers_key}", list(AUX_LAYERS))
     for name, value in tensors.items():
         if name == "d2t":
             writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())

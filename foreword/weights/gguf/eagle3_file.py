@@ -17,8 +17,13 @@ from foreword.weights.gguf.hf_config import read_hf_config
 from foreword.weights.mapped_file import MappedFile
 
 ARCHITECTURE, LAYER_ARCHITECTURE = "eagle3", "llama"
-OWN_KEYS = ("extract_layers", "target_hidden_size", "norm_before_residual", "vocab_size")
-TENSOR_NAMES = {"blk.0.attn_norm_2.weight": "blk.0.hidden_norm.weight"}
+LAYERS_KEY, OLDER_LAYERS_KEY = "target_layers", "extract_layers"
+FLAGS = ("norm_before_residual", "norm_before_fc")
+OWN_KEYS = (LAYERS_KEY, OLDER_LAYERS_KEY, "target_hidden_size", "vocab_size", *FLAGS)
+TENSOR_NAMES = {
+    "blk.0.attn_norm_2.weight": "blk.0.hidden_norm.weight",
+    "enc.output_norm.weight": "input_norm.weight",
+}
 IDS_TENSOR = "d2t"  # ids of the target, not differences as in other formats
 
 
@@ -34,26 +39,26 @@ class Eagle3File:
 def open_eagle3(path: Path) -> Eagle3File:
     """Raises CheckpointError."""
     gguf = open_gguf(path)
-    keys = ConfigReader({name: gguf.metadata.get(f"{ARCHITECTURE}.{name}") for name in OWN_KEYS}, str(path))
+    values = {name: gguf.metadata.get(f"{ARCHITECTURE}.{name}") for name in OWN_KEYS}
+    keys = ConfigReader(values, f"{path}: {ARCHITECTURE}")
     layer = _as_llama(gguf)
     ids = gguf.tensors.get(IDS_TENSOR)
-    options = read_hf_config(_with_embedding(layer, keys), lambda name: read_rope_factors(gguf, name))
+    options = read_hf_config(
+        _with_embedding(layer, keys), lambda name: read_rope_factors(gguf, name), ARCHITECTURE
+    )
+    layers_key = OLDER_LAYERS_KEY if OLDER_LAYERS_KEY in keys else LAYERS_KEY
     options |= {
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": keys.get("extract_layers")},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": keys.get(layers_key)},
         "target_hidden_size": keys.get_int("target_hidden_size"),
-        "norm_before_residual": keys.get_bool("norm_before_residual", False),
+        **{name: keys.get_bool(name, False) for name in FLAGS},
         "draft_vocab_size": options["vocab_size"] if ids is None else ids.num_values,
     }
     return Eagle3File(options, layer, None if ids is None else _read_ids(ids))
 
 
 def _as_llama(gguf: GGUFFile) -> GGUFFile:
-    prefix, own = f"{ARCHITECTURE}.", {f"{ARCHITECTURE}.{name}" for name in OWN_KEYS}
-    metadata = {
-        f"{LAYER_ARCHITECTURE}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: value
-        for key, value in gguf.metadata.items()
-        if key not in own
-    }
+    own = {f"{ARCHITECTURE}.{name}" for name in OWN_KEYS}
+    metadata = {key: value for key, value in gguf.metadata.items() if key not in own}
     tensors = {
         TENSOR_NAMES.get(name, name): replace(info, name=TENSOR_NAMES.get(name, name))
         for name, info in gguf.tensors.items()

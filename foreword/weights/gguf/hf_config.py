@@ -177,12 +177,13 @@ NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
+def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader, key_prefix: str = "") -> Options:
     """Options of config.json, including `model_type`; read_tensor reads RoPE tensors by name.
 
+    key_prefix  of the architecture's keys, if not its name
     Raises CheckpointError, which names the key.
     """
-    keys = MetadataReader(gguf, _read_architecture(gguf))
+    keys = MetadataReader(gguf, _read_architecture(gguf), key_prefix)
     keys.require_general_value("general.type", "model")
     keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
     if keys.architecture == gemma4_config.ARCHITECTURE:

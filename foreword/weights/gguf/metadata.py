@@ -28,8 +28,9 @@ PARTIAL_ROPE_ARCHITECTURES = (
 class MetadataReader:
     """Reads keys without their prefix `architecture.`; errors name the full key."""
 
-    def __init__(self, gguf: GGUFFile, architecture: str) -> None:
-        prefix = f"{architecture}."
+    def __init__(self, gguf: GGUFFile, architecture: str, key_prefix: str = "") -> None:
+        """key_prefix: if it is not the architecture"""
+        prefix = f"{key_prefix or architecture}."
         values = {
             key: _collapse_uniform(value) for key, value in gguf.metadata.items() if key.startswith(prefix)
         }

@@ -62,6 +62,7 @@ LAYOUTS = {
     "GGUF, whole vocabulary": Layout(
         gguf=True, draft_size=None, own_embedding=True, options=(("norm_before_residual", True),)
     ),
+    "GGUF, norm before fc": Layout(gguf=True, options=(("norm_before_fc", True),)),
     "borrowed head": Layout(draft_size=None, own_lm_head=False),
     "speculators": Layout(speculators=True),  # norm_before_residual is absent: true
     "speculators, qwen3": Layout(
@@ -259,3 +260,25 @@ def test_borrowed_embedding_needs_the_hidden_size_of_the_target(tmp_path: Path) 
     assert info.parameters == sum(x.numel() for name, x in tensors.items() if name not in ("d2t", "t2d"))
     assert info.hidden_values_per_token == 32
     open_runner(bed, BACKENDS[-1]).commit(0, 9)
+
+
+def test_older_gguf_files_name_the_layers_by_another_key(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", "llama")
+    config = head_config(model)
+    files = [
+        write_gguf_head(tmp_path / f"{key}.gguf", config, head_tensors(config), layers_key=key)
+        for key in ("target_layers", "extract_layers")
+    ]
+    assert read_head_info(files[0], model) == read_head_info(files[1], model)
+
+
+def test_error_names_the_key_of_a_gguf_file(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", "llama")
+    config = head_config(model)
+    keys = {"attention.head_count": 3}
+    file = write_gguf_head(tmp_path / "head.gguf", config, head_tensors(config), **keys)
+    with pytest.raises(CheckpointError, match=r"`eagle3\.attention\.key_length` makes 48 rows"):
+        read_head_info(file, model)
+    file = write_gguf_head(tmp_path / "head.gguf", config, head_tensors(config), layers_key="layers")
+    with pytest.raises(CheckpointError, match=r"`eagle3\.layers` = \[0, 1, 2\] is not supported"):
+        read_head_info(file, model)
