@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
     MAMBA2_FAMILIES,
     MOE_FAMILIES,
 )
+from tests.support.gguf_written_names import WRITTEN
 from tests.support.layouts import LAYER_NORM_FAMILIES
 
 ARCHITECTURES = {
@@ -55,6 +56,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
     "phi": "phi2",
+    "solar_open": "glm4moe",
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -62,7 +64,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
-ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe")
+ROUTED_FAMILIES = ("bailing_moe_v2", "dots1", "glm4_moe", "solar_open")
 EXAONE_NAMES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.h.": "model.layers.",
@@ -78,7 +80,7 @@ EXAONE_NAMES = {
 # Families without an architecture of files, or with one that is not supported
 NO_GGUF_FAMILIES = (
     *("bailing_moe", "cohere2_moe", "exaone_moe", "glm", "granite_swa"),
-    *("mellum", "ministral", "mistral4", "phimoe", "solar_open"),
+    *("mellum", "ministral", "mistral4", "phimoe"),
 )
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 # Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
@@ -107,6 +109,19 @@ MTP_NAMES = {
     "mtp.pre_fc_norm_hidden.": "hnorm.",
     "mtp.norm.": "shared_head.norm.",
     "mtp.layers.0.": "",
+}
+# What the converter writes beside the keys that llama.cpp reads, or with the values of its defaults
+DEFAULT_KEYS: dict[str, dict[str, Any]] = {
+    "cohere": {"rope.scaling.type": "none"},
+    "cohere2": {"rope.scaling.type": "none"},
+    "exaone": {"attention.layer_norm_epsilon": 1e-5},
+    "gemma3_text": {"rope.freq_base_swa": 10000.0},
+    "glm4_moe_lite": {"expert_group_count": 1, "expert_group_used_count": 1},
+    "nemotron": {"attention.layer_norm_rms_epsilon": 1e-5, "rope.scaling.type": "none"},
+    "nemotron_h": {"attention.layer_norm_epsilon": 1e-5},
+    "olmo3": {"rope.freq_base_swa": 10000.0},
+    "phi3": {"rope.scaling.original_context_length": 512},
+    "stablelm": {"use_parallel_residual": False},
 }
 SHORT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Array = npt.NDArray[Any]
@@ -138,11 +153,8 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
-    keys = (
-        _keys(config)
-        | _latent_keys(config, join_kv_b)
-        | {key.replace("__", "."): value for key, value in metadata.items()}
-    )
+    keys = _keys(config) | _latent_keys(config, join_kv_b) | DEFAULT_KEYS.get(config["model_type"], {})
+    keys = _written_keys(keys, config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in keys.items():
         _add(writer, f"{architecture}.{key}", value)
     backend = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -171,8 +183,12 @@ def write_gguf(
         is_float |= "ffn_gate_inp" in file_name or file_name.endswith("bias")
         stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
-    if architecture == "apertus":
-        divisors = llama3_divisors(config["rope_parameters"], config["hidden_size"] // 4)
+    rope = config.get("rope_parameters") or {
+        **(config.get("rope_scaling") or {}),
+        "rope_theta": config.get("rope_theta"),
+    }
+    if architecture in ("apertus", "exaone") and rope.get("rope_type") == "llama3":
+        divisors = llama3_divisors(rope, config["hidden_size"] // 4)
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     if architecture == "gemma4":
         writer.add_tensor(gemma4.ROPE_FREQS, np.array(gemma4.rope_divisors(config), np.float32))
@@ -357,10 +373,18 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
     return keys | _family_keys(config) | _state_keys(config)
 
 
-def _feed_forward_length(config: dict[str, Any]) -> int:
-    """LFM2 adjusts the size of its MLPs."""
-    size: int = config["intermediate_size"]
-    if config["model_type"] != "lfm2":
+def _written_keys(keys: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Without those that the converter leaves out for the family."""
+    written = WRITTEN[config["model_type"]].keys.split()
+    lengths = () if config.get("head_dim") else ("attention.key_length", "attention.value_length")
+    optional = ("expert_gating_func", "rope.dimension_count", "rope.freq_base", "vocab_size", *lengths)
+    return {key: value for key, value in keys.items() if key in written or key not in optional}
+
+
+def _feed_forward_length(config: dict[str, Any]) -> int | None:
+    """LFM2 adjusts the size of its MLPs; Solar Open has none."""
+    size: int | None = config.get("intermediate_size")
+    if size is None or config["model_type"] != "lfm2":
         return size
     multiple = config.get("block_multiple_of", 256)
     return -(-(2 * size // 3) // multiple) * int(multiple)
@@ -386,7 +410,7 @@ def _state_keys(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     keys = {
         "attention.recurrent_layers": [item == "linear_attention" for item in types] or None,
-        "full_attention_interval": config.get("full_attention_interval"),
+        "full_attention_interval": config.get("full_attention_interval", 4),
         "ssm.conv_kernel": config.get("linear_conv_kernel_dim", 4),
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
@@ -418,6 +442,7 @@ def _nemotron_h_keys(config: dict[str, Any]) -> dict[str, Any]:
         "expert_weights_norm": config.get("norm_topk_prob", True),
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_group_count": 1,
+        "expert_group_used_count": 1,
     }
     return keys | (experts if is_moe else dict.fromkeys(experts))
 
@@ -443,7 +468,8 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     has_window = family in ("cohere2", "exaone4", "gpt_oss", "olmo3", "phi3", "starcoder2")
     if has_window or (family.startswith("gemma") and family != "gemma"):
-        keys["attention.sliding_window"] = config["sliding_window"] or 0
+        window = config["sliding_window"]
+        keys["attention.sliding_window"] = window if family == "starcoder2" else window or 0
     if family in ("exaone4", "olmo3") and config.get("layer_types"):
         is_sliding = [item == "sliding_attention" for item in config["layer_types"]]
         keys["attention.sliding_window_pattern"] = is_sliding
@@ -452,7 +478,7 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
         keys["final_logit_softcapping"] = config["final_logit_softcapping"]
     if family in ("cohere", "cohere2"):
         keys["logit_scale"] = config["logit_scale"]
-    if family == "cohere2":
+    if family == "cohere2" and config["sliding_window_pattern"] != 4:
         keys["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     if family in MOE_FAMILIES and family != "nemotron_h":
         counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -475,8 +501,10 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
             "expert_weights_scale": config["routed_scaling_factor"],
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
-            "leading_dense_block_count": config["first_k_dense_replace"],
+            "leading_dense_block_count": config.get("first_k_dense_replace"),
         }
+    if family == "bailing_moe_v2":
+        keys["expert_shared_feed_forward_length"] = shared * config["moe_intermediate_size"]
     if family == "ernie4_5_moe":
         keys |= {
             "leading_dense_block_count": config["moe_layer_start_index"],

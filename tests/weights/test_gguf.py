@@ -70,7 +70,6 @@ def both(*writes: Write) -> Write:
 OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"routed_scaling_factor": 1.0},  # no other in files
     "dots1": {"sliding_window": None},
-    "exaone": {"rope_scaling": ...},
 }
 # Family, options of the checkpoint, keys of the file beyond the usual, further tensors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
@@ -208,7 +207,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
 
 # Keys are float32: divisors of frequencies, multipliers, the stretched base.
 ROUNDED_CASES = (
-    *("apertus", "llama-llama3", "granite", "ministral3"),
+    *("apertus", "exaone", "llama-llama3", "granite", "ministral3"),
     *("hunyuan_v1_dense", "hunyuan-biases", "hunyuan_v1_moe"),
 )
 

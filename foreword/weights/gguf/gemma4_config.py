@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foreword.weights.gguf.metadata import ROPE_FREQS, MetadataReader, TensorReader, read_rope_theta
+from foreword.weights.gguf.metadata import (
+    LOGIT_SOFTCAP,
+    ROPE_FREQS,
+    MetadataReader,
+    TensorReader,
+    read_rope_theta,
+)
 
 ARCHITECTURE = "gemma4"
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -45,7 +51,7 @@ def gemma4_options(
         "per_layer_config": {str(index): layer for index, layer in enumerate(layers)},
         "num_kv_shared_layers": num_shared,
         "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in metadata.tensors,
-        "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping"),
+        "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping", LOGIT_SOFTCAP),
         "hidden_size_per_layer_input": _read_per_layer_size(metadata, len(layer_types)),
         "rope_parameters": _rope_parameters(metadata, full, read_tensor),
         **_mlp_options(metadata, len(layer_types), num_shared),

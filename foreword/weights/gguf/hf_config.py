@@ -26,6 +26,7 @@ from foreword.weights.gguf.latent_config import (
 )
 from foreword.weights.gguf.metadata import (
     DEFAULT_THETA,
+    LOGIT_SOFTCAP,
     MetadataReader,
     TensorReader,
     read_rope_theta,
@@ -36,6 +37,7 @@ from foreword.weights.gguf.state_config import (
     LFM2_ARCHITECTURES,
     NEMOTRON_H_ARCHITECTURES,
     SHARED_SIZE,
+    SSM_KEYS,
     STATE_ARCHITECTURES,
     falcon_h1_options,
     nemotron_h_options,
@@ -110,7 +112,7 @@ QUANTIZATION_VERSION = 2  # version of the blocks' layout
 WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
     {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma4": 6, "gpt-oss": 2, "olmo2": 4}
 )
-GEMMA2_WINDOW = 4096
+GEMMA2_WINDOW, GEMMA2_SCORE_SOFTCAP = 4096, 50.0
 LOCAL_THETA = 10000.0
 # The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
 GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
@@ -149,14 +151,14 @@ FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tens
 XIELU_CONSTANTS = ("alpha_p", "alpha_n", "beta", "eps")
 QKV_TENSOR = "blk.0.attn_qkv.weight"
 FUSED_GATE_UP = ("glm4", "phi3")
-# Architectures with layer norms, and the option that has their epsilon
-LAYER_NORM_EPS: Mapping[str, str] = MappingProxyType(
+EPS, RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+LAYER_NORM_ARCHITECTURES = ("cohere2", "command-r", "nemotron", "phi2", "stablelm", "starcoder2")
+EPS_OPTIONS: Mapping[str, str] = MappingProxyType(  # rms_norm_eps in the others
     {
-        "cohere2": "layer_norm_eps",
-        "command-r": "layer_norm_eps",
+        **dict.fromkeys(("cohere2", "command-r", "phi2", "stablelm"), "layer_norm_eps"),
+        **dict.fromkeys(LFM2_ARCHITECTURES, "norm_eps"),
+        **dict.fromkeys(NEMOTRON_H_ARCHITECTURES, "layer_norm_epsilon"),
         "nemotron": "norm_eps",
-        "phi2": "layer_norm_eps",
-        "stablelm": "layer_norm_eps",
         "starcoder2": "norm_epsilon",
     }
 )
@@ -308,11 +310,6 @@ def _shape_options(metadata: MetadataReader) -> Options:
 
 def _common_options(metadata: MetadataReader) -> Options:
     """Options of every family."""
-    name = metadata.architecture
-    eps_option = "norm_eps" if name in LFM2_ARCHITECTURES else LAYER_NORM_EPS.get(name, "rms_norm_eps")
-    if name in NEMOTRON_H_ARCHITECTURES:
-        eps_option = "layer_norm_epsilon"
-    eps_key = "attention.layer_norm_epsilon" if name in LAYER_NORM_EPS else "attention.layer_norm_rms_epsilon"
     return {
         "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
@@ -321,9 +318,19 @@ def _common_options(metadata: MetadataReader) -> Options:
         "num_hidden_layers": read_num_layers(metadata),
         "num_attention_heads": metadata.get_int("attention.head_count"),
         "max_position_embeddings": metadata.get_int("context_length"),
-        eps_option: metadata.get_float(eps_key),
+        **_eps_options(metadata),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
     }
+
+
+def _eps_options(metadata: MetadataReader) -> Options:
+    """An architecture has norms of one kind; the converter may write the other kind's epsilon too."""
+    name = metadata.architecture
+    key, other = (EPS, RMS_EPS) if name in LAYER_NORM_ARCHITECTURES else (RMS_EPS, EPS)
+    if name in NEMOTRON_H_ARCHITECTURES and key not in metadata:
+        key, other = other, key
+    metadata.ignore(other)
+    return {EPS_OPTIONS.get(name, "rms_norm_eps"): metadata.get_float(key)}
 
 
 def _read_model_type(metadata: MetadataReader) -> str:
@@ -407,7 +414,8 @@ def _xielu_options(metadata: MetadataReader) -> Options:
 
 def _granite_hybrid_options(metadata: MetadataReader) -> Options:
     """Without experts the MLP has the place of the shared expert."""
-    metadata.require_value("rope.scaling.finetuned", False)  # true in files of Bamba, which has RoPE
+    if metadata.get("rope.scaling.finetuned", True) is not False:  # as in files of Bamba, which has RoPE
+        raise metadata.error("rope.scaling.finetuned", "must be false here: Bamba is not supported")
     inner, hidden = metadata.get_int("ssm.inner_size"), metadata.get_int("embedding_length")
     if inner % hidden:
         raise metadata.error("ssm.inner_size", f"must be a multiple of embedding_length, {hidden}")
@@ -432,6 +440,10 @@ def _cohere_options(metadata: MetadataReader) -> Options:
 
 def _granite_options(metadata: MetadataReader) -> Options:
     metadata.require_value("rope.scaling.finetuned", True)  # false means no RoPE here
+    for key in SSM_KEYS:  # the converter of Granite 4 writes them for models without Mamba-2 too
+        metadata.ignore(key)
+    if metadata.architecture == "granite":
+        metadata.ignore(SHARED_SIZE)
     return _granite_multipliers(metadata)
 
 
@@ -448,14 +460,16 @@ def _granite_multipliers(metadata: MetadataReader) -> Options:
 def _gemma_options(metadata: MetadataReader) -> Options:
     layers, name = metadata.get_int("block_count"), metadata.architecture
     share = metadata.get_int("embedding_length") // metadata.get_int("attention.head_count")
+    logit_softcap = LOGIT_SOFTCAP if name == "gemma2" else None
     options: Options = {
         "query_pre_attn_scalar": share if layers == GEMMA_27B_NUM_LAYERS[name] else metadata.get_head_dim(),
         "layer_types": _read_layer_types(metadata, layers),
-        "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping"),
+        "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping", logit_softcap),
         "sliding_window": _read_window(metadata) or GEMMA2_WINDOW,
     }
     if name == "gemma2":
-        return options | {"attn_logit_softcapping": metadata.get_optional_float("attn_logit_softcapping")}
+        softcap = metadata.get_optional_float("attn_logit_softcapping", GEMMA2_SCORE_SOFTCAP)
+        return options | {"attn_logit_softcapping": softcap}
     return options | {"rope_local_base_freq": read_rope_theta(metadata, "rope.freq_base_swa", LOCAL_THETA)}
 
 

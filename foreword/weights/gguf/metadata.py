@@ -17,7 +17,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 MIN_LOG_MULTIPLIER, MAX_LOG_MULTIPLIER = 1e-6, 1e3
-DEFAULT_THETA = 10000.0
+DEFAULT_THETA, LOGIT_SOFTCAP = 10000.0, 30.0  # the format's defaults
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 PARTIAL_ROPE_ARCHITECTURES = (
     *("bailingmoe2", "glm4", "glm4moe", "minimax-m2", "nemotron", "phi2", "phi3"),
@@ -55,9 +55,9 @@ class MetadataReader:
         """A positive number; required unless there is a default."""
         return self._reader.get_float(self._prefix + key, MISSING if default is None else default)
 
-    def get_optional_float(self, key: str) -> float | None:
-        """A positive number; None if it is missing or 0."""
-        return self.get_float(key) if self.get(key, 0) != 0 else None
+    def get_optional_float(self, key: str, default: float | None = None) -> float | None:
+        """A positive number; None if it is 0, or missing without a default."""
+        return self.get_float(key, default) if self.get(key, default or 0) != 0 else None
 
     def get_choice(self, key: str, names: tuple[str, ...], default: str) -> str:
         return self._reader.get_choice(self._prefix + key, {name: name for name in names}, default)

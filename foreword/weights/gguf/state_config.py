@@ -21,6 +21,9 @@ MTP_ARCHITECTURES = (
 STATE_ARCHITECTURES = (*LFM2_ARCHITECTURES, *DELTA_NET_ARCHITECTURES, *MAMBA2_ARCHITECTURES)
 INTERVAL = 4  # every n-th layer of a DeltaNet architecture has attention
 MAX_MROPE_SECTIONS = 4
+SSM_KEYS = tuple(
+    f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+)
 KV_HEADS, DENSE_LAYERS = "attention.head_count_kv", "leading_dense_block_count"
 FEED_FORWARD, SIGMOID_GATING = "feed_forward_length", 2
 PATTERN_TENSORS = {"M": "ssm_in", "*": "attn_k", "-": "ffn_up", "E": "ffn_gate_inp"}

@@ -80,7 +80,6 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "self_attn.out_proj": "attn_output",
         "self_attn.q_layernorm": "attn_q_norm",
         "self_attn.k_layernorm": "attn_k_norm",
-        "pre_ff_layernorm": "ffn_norm",
         **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w3": "ffn_up",
@@ -113,7 +112,7 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-# Without the usual suffix; the file has -exp(A_log).
+# Without the usual suffix; the file has -exp(A_log). Falcon-H1's norm before the MLP is one of them.
 BARE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **{
@@ -122,6 +121,7 @@ BARE_NAMES: Mapping[str, str] = MappingProxyType(
             for suffix in ("", "_log")
         },
         **{f"{module}.D": "ssm_d" for module in MAMBA2_MODULES},
+        "pre_ff_layernorm": "ffn_norm",
         "router.scale": "ffn_gate_inp.scale",
         "router.per_expert_scale": "ffn_down_exps.scale",
     }
