@@ -65,6 +65,13 @@ def test_granite_4_without_mamba_has_its_keys(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(file), logits(checkpoint), atol=1e-3, rtol=0)
 
 
+def test_first_layer_with_shared_experts_needs_no_size_of_them(tmp_path: Path) -> None:
+    """ERNIE's converter derives it from the number of KV heads; a count and the size of an expert tell."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "ernie4_5_moe", moe_layer_start_index=0)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf")
+    assert torch.equal(logits(file), logits(checkpoint))
+
+
 def test_nemotron_h_needs_one_of_two_epsilons(tmp_path: Path) -> None:
     """llama.cpp reads that of RMS norms first."""
     _, plain = convert("nemotron_h", tmp_path / "plain")

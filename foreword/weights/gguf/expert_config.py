@@ -60,7 +60,7 @@ def check_experts(metadata: MetadataReader) -> None:
         (expert_size_key(metadata), 2, metadata.get_int(expert_size_key(metadata))),
     ):
         metadata.check_dimension(key, EXPERTS_TENSOR.format(num_dense), dimension, expected, 3)
-    if SHARED_TENSOR in metadata.tensors and SHARED_SIZE in metadata:  # or a count: _read_num_shared()
+    if SHARED_TENSOR in metadata.tensors and SHARED_COUNT not in metadata:  # see _read_num_shared()
         metadata.check_dimension(SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
 
 
