@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from foreword.errors import CheckpointError
 from foreword.models.heads.head_loader import read_head_info
 from foreword.models.model_loader import read_model_info
+from foreword.weights.gguf.header import open_gguf
 from foreword.weights.trained_heads import brings_mtp_head
 from tests.support.checkpoints import change_tensors, write_checkpoint
 from tests.support.gguf_files import write_gguf
 from tests.support.head_runner import BACKENDS, DRAFT, HeadRunner, check_memory
 from tests.support.mtp_checkpoints import (
     MTP_FAMILIES,
+    QWEN_FAMILIES,
     MTPNames,
     ReferenceMTP,
     mtp_gguf_keys,
@@ -24,6 +26,9 @@ from tests.support.mtp_checkpoints import (
 )
 from tests.support.quantized_checkpoints import write_quantized
 
+# Names by llama.cpp's converter (conversion/qwen.py and glm.py), and those of copies in GLM's files
+NEXTN = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+NEXTN_COPIES = ("embed_tokens", "shared_head_head")
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(50)]
 
 
@@ -62,11 +67,15 @@ def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(path: Path
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "deepseek_v3"]
+    "family",
+    ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3"],
 )
 def test_gguf_file_has_the_heads_bits(family: str, tmp_path: Path) -> None:
     checkpoint = write_mtp_checkpoint(tmp_path / "model", family)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", **mtp_gguf_keys(checkpoint))
+    copies = () if family in QWEN_FAMILIES else NEXTN_COPIES
+    names = {name.partition(".nextn.")[2] for name in open_gguf(file).tensors if ".nextn." in name}
+    assert names == {f"{name}.weight" for name in (*NEXTN, *copies)}
     assert brings_mtp_head(file) and read_model_info(file).unused_parts == ()
     runners = [open_runner(each) for each in (checkpoint, file)]
     for runner in runners:
