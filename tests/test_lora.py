@@ -22,7 +22,6 @@ from tests.support.checkpoints import (
 )
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
-from tests.support.heads import train_head
 from tests.support.images import png
 from tests.support.lora_files import (
     ATTENTION,
@@ -33,7 +32,7 @@ from tests.support.lora_files import (
     write_gguf_adapter,
 )
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
-from tests.test_exact import BLOCKWISE, CROWDED, PARAMS, PLAIN, SETTINGS, acceptance, recorded
+from tests.test_exact import BLOCKWISE, CROWDED, PARAMS, PLAIN, SETTINGS, Family, acceptance
 from tests.test_exact import answers as exact_answers
 
 PROMPTS = ("the cat and the dog", "in the beginning", "a", "the end of another thing and the other")
@@ -103,12 +102,11 @@ def plain(pair: tuple[Path, Path, str]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def head(
+def heads(
     pair: tuple[Path, Path, str], plain: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """It knows the answers of the base, and reads the hidden states of adapters too."""
-    texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in recorded(plain)]
-    return train_head(tmp_path_factory.mktemp("lora") / "head", pair[0], texts, steps=40)
+) -> Family:
+    """They know the answers of the base, and read the hidden states of adapters too."""
+    return Family(pair[0], pair[1], Path(), plain, tmp_path_factory.mktemp("lora"))
 
 
 DRAFTERS = [name for name in SETTINGS["speculate"] if not name.startswith("replay")]
@@ -116,11 +114,11 @@ DRAFTERS = [name for name in SETTINGS["speculate"] if not name.startswith("repla
 
 @pytest.mark.parametrize("speculate", DRAFTERS if is_full() else ("suffix,draft", "eagle3", "auto"))
 def test_mixed_adapters_are_exact(
-    pair: tuple[Path, Path, str], plain: list[dict[str, Any]], head: Path, speculate: str
+    pair: tuple[Path, Path, str], plain: list[dict[str, Any]], heads: Family, speculate: str
 ) -> None:
     """Crowded, preempted, chunked and with drafts: as each request alone without speculation."""
     model, drafter, modules = pair
-    options = {"lora_modules": modules, "lora_request": MIXED, "head": head}
+    options = {"lora_modules": modules, "lora_request": MIXED, "head": heads.head(speculate)}
     llm, crowded = exact_answers(model, drafter, None, CROWDED | {"speculate": speculate}, **options)
     assert crowded == plain
     if speculate in ("suffix,draft", "eagle3"):

@@ -44,7 +44,7 @@ from foreword.kv_cache.block_files import (
 from foreword.models.model_loader import check_weights, read_model_info
 from foreword.multimodal.processor_registry import read_processor
 from foreword.planning.fit_hints import fitting_options
-from foreword.planning.memory import ModelInfo, disk_block, format_bytes
+from foreword.planning.memory import ModelInfo, disk_block, format_bytes, num_drafted
 from foreword.planning.memory_plan import MemoryPart, plan_memory
 from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, fits, resolve
@@ -235,7 +235,8 @@ def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -
             limit = config.mtp_vocab_size if drafter.architecture == "mtp" else 0
             num_rows = min(limit or target.vocab_size, target.vocab_size)
             num_read += num_rows * drafter.hidden_size
-        share, count = num_read / target.active_parameters, drafter.draft_tokens_per_pass
+        share = num_read / target.active_parameters
+        count = min(drafter.draft_tokens_per_pass, num_drafted(config))
         what = "a draft token" if count == 1 else f"a draft of up to {count} tokens"
         return CheckResult(True, f"{what} reads at most {share:.1%} of the model's parameters")
     warning = draft_size_warning(target.parameters, drafter.parameters)

@@ -241,12 +241,12 @@ class EngineComponents:
         return DrafterAdapter(name, drafter, self._models.target.vocab_size)
 
     def _make_model_based(self) -> ModelBasedDrafter:
-        target = self._models.target
+        target, resolved = self._models.target, self._resolved
         if target.head is None:
             return self._make_model_drafter()
         unused_ids = [i for i in self._never_sampled_ids if 0 <= i < target.vocab_size]
         sampler = Sampler(target.ops, target.vocab_size, unused_ids)
-        options = (self._resolved.num_speculative_tokens, target.vocab_size)
+        options = (resolved.num_speculative_tokens, resolved.max_model_len, target.vocab_size)
         return HeadDrafter(target.head, target.ops, self._kv, sampler, *options)
 
     def _make_model_drafter(self) -> ModelDrafter:
@@ -470,11 +470,12 @@ class EngineBuilder:
         )
         calibration = profiler.measure()
         drafters = components.proposer.model_drafters
-        passes = {d.name: time_passes(d, resolved.max_num_seqs * d.tokens_per_pass) for d in drafters}
-        return MeasuredCosts(calibration, passes, tuple(d.name for d in drafters if d.tokens_per_pass > 1))
+        passes = {drafter.name: time_passes(drafter, resolved.max_num_seqs) for drafter in drafters}
+        one_pass = {drafter.name: drafter.one_pass for drafter in drafters if drafter.one_pass}
+        return MeasuredCosts(calibration, passes, one_pass)
 
     def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
-        passes = PassCost.by_drafter(timings.pass_seconds, timings.one_pass_drafters)
+        passes = PassCost.by_drafter(timings.pass_seconds, timings.one_pass)
         max_tokens, max_slowdown = self.resolved.num_speculative_tokens, self.config.max_request_slowdown
         options = (timings.calibration, max_tokens, passes, tuple(self.plugins), max_slowdown)
         if self.config.trace is None:

@@ -57,7 +57,7 @@ class StepCostProfiler:
         self._clock = clock
 
     def measure(self) -> Calibration:
-        max_rows = min(self._max_rows, self._max_len - 2)
+        max_rows = max(min(self._max_rows, self._max_len - 2), 1)
         self.time_step(1, 1)  # touches memory for the first time
         row_s = self.time_step(1, 1)
         if row_s > SLOW_STEP_S:
@@ -121,7 +121,7 @@ class StepCostProfiler:
 
     def _request_cost(self) -> float:
         """Seconds of a request beyond the first: one row of each of many, against as many rows of one."""
-        rows = min(REQUEST_ROWS, self._max_rows, self._max_requests)
+        rows = min(REQUEST_ROWS, self._max_rows, self._max_requests, self._max_len - 2)
         if rows < 2:
             return 0.0
         seconds = time_sizes(
@@ -152,9 +152,11 @@ def make_dummy_request(
     return ScheduledRequest(state, context, num_tokens, is_sampled=True, num_draft_tokens=len(state.draft))
 
 
-def time_passes(drafter: ModelBasedDrafter, max_rows: int) -> Mapping[int, float]:
-    """Seconds of a pass of a draft model by rows."""
-    sizes = _sizes_up_to(max_rows, SAMPLED_ROWS)
+def time_passes(drafter: ModelBasedDrafter, num_requests: int) -> Mapping[int, float]:
+    """Seconds of a pass of a draft model by rows, up to those of `num_requests` requests."""
+    max_rows = num_requests * (1 if drafter.one_pass is None else drafter.one_pass.max_rows)
+    last = min(max_rows, max(SAMPLED_ROWS))
+    sizes = _sizes_up_to(max_rows, tuple(dict.fromkeys((*SAMPLED_ROWS, last))))
     return time_sizes(lambda rows: drafter.pass_seconds(rows, rows), sizes, time.perf_counter)
 
 

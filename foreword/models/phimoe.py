@@ -38,7 +38,7 @@ class PhiMoe(Decoder):
             theta=1e6,
         )
         moe = read_moe_config(config, NAMES, renormalize=True, scoring="sparse_mixer")
-        tolerance = 2 * config.get_float("router_jitter_noise", JITTER)
+        tolerance = 2 * config.get_float("router_jitter_noise", JITTER, allows_zero=True)
         return replace(
             base,
             norm_type="layer",

@@ -25,6 +25,17 @@ class DraftRequest(NamedTuple):
         return len(self.state.tokens)
 
 
+class OnePass(NamedTuple):
+    """A pass that drafts all tokens of a request, with a row for each."""
+
+    max_tokens: int
+    extra_rows: int  # of a request, without a draft token
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_tokens + self.extra_rows
+
+
 class EngineDrafter(Protocol):
     """A drafter as the engine runs it: built-in ones may read all of a request's state.
 
@@ -52,9 +63,9 @@ class EngineDrafter(Protocol):
 
 @runtime_checkable
 class ModelBasedDrafter(EngineDrafter, Protocol):
-    """A drafter that runs a model: each token costs a forward pass, so it runs only where that pays."""
+    """A drafter that runs a model, so it runs only where that pays."""
 
-    tokens_per_pass: int  # for each request, at most; 1: each token costs a pass
+    one_pass: OnePass | None  # None: each token costs a forward pass
 
     def num_pending_rows(self, request: DraftRequest) -> int:
         """Rows to compute before the first draft token, at least 1; 0: images are not encoded yet."""

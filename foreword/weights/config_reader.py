@@ -137,9 +137,11 @@ class ConfigReader:
             value = value[0]
         return ConfigReader({key: value}, self.source).get_int(key, high=high)
 
-    def get_float(self, key: str, default: Any = MISSING) -> float:
-        """A positive number."""
+    def get_float(self, key: str, default: Any = MISSING, allows_zero: bool = False) -> float:
+        """A positive number, or 0."""
         value = self.get(key, default)
+        if allows_zero and _is_number(value) and value == 0:
+            return 0.0
         if not _is_number(value) or value <= 0:
             raise self._value_error(key, value, "a positive number")
         if not MIN_FLOAT <= value <= MAX_FLOAT:

@@ -239,6 +239,8 @@ def test_block_head_counts_a_draft_and_the_layers_of_its_memory(
     code, text = check(capsys, str(model), "--draft-model", str(head), "--max-num-seqs", "2")
     assert code == 0 and re.search(r"ok   trained head: dflash, [\d.]+ k parameters in float32, fits", text)
     assert re.search(r"ok   a draft of up to 7 tokens reads at most [\d.]+% of the model's parameters", text)
+    _, shorter = check(capsys, str(model), "--draft-model", str(head), "--num-speculative-tokens", "4")
+    assert "ok   a draft of up to 4 tokens reads" in shorter
     # 2 requests of 33 rows in blocks of 16; K and V of 2 heads of 16 in 2 layers, in float32
     assert re.search(r"draft tokens +48\.0 KiB  room of the trained head", text)
     assert "speculation: grammar, prediction, suffix, text, dflash;" in text

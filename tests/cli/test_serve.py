@@ -496,9 +496,10 @@ def test_ctrl_c_while_loading(tiny: Path, log_format: str) -> None:
     wait_until(lambda: any(map(children, children(process.pid))))  # the fork server has started an engine
     process.send_signal(signal.SIGINT)
     _, log_text = process.communicate(timeout=WAIT_S)
-    last = log_text.splitlines()[-1]
-    message = json.loads(last)["message"] if log_format == "json" else last
-    assert (process.returncode, message) == (130, "foreword serve: interrupted")
+    lines = log_text.splitlines()
+    messages = [json.loads(line)["message"] for line in lines] if log_format == "json" else lines
+    assert process.returncode == 130
+    assert "foreword serve: interrupted" in messages  # a thread may still log what it loads
     assert "Traceback" not in log_text
 
 

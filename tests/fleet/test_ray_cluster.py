@@ -127,8 +127,10 @@ def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> Non
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(Fleet(machines.address, 2, 2))
         wait_until(lambda: fleet.num_ready() == 2)
-        dead, num_events = fleet.urls[-1], 0
-        node_id = fleet.controller._servers[dead.removeprefix("http://")].node_id
+        servers, own_node = fleet.controller._servers, ray.get_runtime_context().get_node_id()
+        address = next(name for name, server in servers.items() if server.node_id != own_node)
+        dead, num_events = f"http://{address}", 0
+        node_id = servers[address].node_id
         machine = next(each for each in machines.list_all_nodes() if each.node_id == node_id)
 
         def on_event() -> None:

@@ -500,6 +500,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 0.25, "seed": 8},
     ),
     "phi-partial": ("phi", {"partial_rotary_factor": 0.25}),
+    "phimoe-no-jitter": ("phimoe", {"router_jitter_noise": 0.0}),
     "phimoe-hub": (  # the keys of the published files
         "phimoe",
         {

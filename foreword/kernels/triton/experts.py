@@ -199,7 +199,8 @@ def _choose_groups(
 def _mixer_share(values, own, available, tolerance):
     """Share of a logit `own` in the softmax over the available values near it; see ExpertsConfig."""
     scale = tl.maximum(tl.abs(values), own)
-    distances = tl.div_rn(own - values, tl.where(scale == 0.0, 1.0, scale))  # equal zeros are near
+    is_ratio = (scale > 0.0) & (scale < float("inf"))  # equal zeros are near, and infinities not
+    distances = tl.div_rn(own - values, tl.where(is_ratio, scale, 1.0))
     is_near = available & ~(distances > tolerance)
     return 1.0 / tl.sum(tl.where(is_near, tl.exp(values - own), 0.0), 0)
 

@@ -115,14 +115,14 @@ def _read_layer(config: ConfigReader) -> DecoderConfig:
 def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
     """How a P-EAGLE head drafts in one pass; None: the head is EAGLE-3."""
     mask_keys = [key for key in MASK_KEYS if key in config]
+    for key in mask_keys:
+        config.get(key)
     is_parallel = config.get_bool("parallel_drafting", bool(mask_keys))
     if not is_parallel and config.get("speculators_model_type", None) != "peagle":
         return None
     if not mask_keys:
         names = ", ".join(MASK_KEYS)
         raise CheckpointError(f"{config.source}: a P-EAGLE head needs the id of its mask token: {names}")
-    for key in mask_keys:
-        config.get(key)
     speculators = config.get_section("speculators_config")
     methods = [] if speculators is None else speculators.get_sections("proposal_methods")
     num_tokens = methods[0].get_int("speculative_tokens", MASK_TOKENS) if methods else MASK_TOKENS

@@ -16,7 +16,7 @@ from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost, classify_sampling
 from foreword.speculation.draft_length.delay_budget import DEFAULT_MAX_SLOWDOWN
 from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, OnePass
 from foreword.utils import trace
 
 # Parameters that represent their sampler class
@@ -51,7 +51,7 @@ class RecordingController(DraftLengthController):
         contexts = calibration.context_cost_first_row, calibration.context_cost_extra_row
         costs = [*curves, *contexts, calibration.request_cost]
         passes = {name: [*cost.seconds.items()] for name, cost in (pass_costs or {}).items()}
-        one_pass = [name for name, cost in (pass_costs or {}).items() if cost.in_one_pass]
+        one_pass = {name: cost.one_pass for name, cost in (pass_costs or {}).items() if cost.one_pass}
         options = (list(plugins), max_slowdown, one_pass)
         self._trace = trace.TraceWriter(path, costs, max_tokens, passes, *options)
         for name in TRACED:
@@ -108,11 +108,12 @@ class _Replayer:
         pass_seconds: Mapping[str, Any],
         plugins: Sequence[str],
         max_slowdown: float,
-        one_pass_drafters: Sequence[str] = (),
+        one_pass: Mapping[str, Sequence[int]],
     ) -> None:
         all_sampled, one_sampled, *others = costs
         passes = PassCost.by_drafter(
-            {name: dict(seconds) for name, seconds in pass_seconds.items()}, one_pass_drafters
+            {name: dict(seconds) for name, seconds in pass_seconds.items()},
+            {name: OnePass(*figures) for name, figures in one_pass.items()},
         )
         calibration = Calibration(dict(all_sampled), dict(one_sampled), *others)
         self.controller = DraftLengthController(calibration, max_tokens, passes, plugins, max_slowdown)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from foreword.core.params import SamplingParams
 from foreword.speculation.draft_length.policy import RequestStep
 from foreword.speculation.draft_length.regression_watchdog import RegressionWatchdog
+from foreword.speculation.engine_drafter import OnePass
 
 NUM_SAMPLER_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 SAMPLING_FIXED_SHARE = 0.05  # initial fixed cost of sampling, in steps of one row
@@ -50,7 +51,7 @@ class MeasuredCosts:
 
     calibration: Calibration
     pass_seconds: Mapping[str, Mapping[int, float]]  # by model-based drafter and number of rows
-    one_pass_drafters: Sequence[str] = ()  # whose passes draft all tokens at once
+    one_pass: Mapping[str, OnePass] = field(default_factory=dict)  # of those that draft so
 
 
 class CostCurve:
@@ -134,24 +135,25 @@ class PassCost:
 
     seconds: Mapping[int, float]  # measured, by rows
     curve: CostCurve
-    in_one_pass: bool = False  # it drafts all tokens of all requests
+    one_pass: OnePass | None = None
 
     @classmethod
-    def from_seconds(cls, seconds: Mapping[int, float], in_one_pass: bool = False) -> PassCost:
-        return cls(dict(seconds), CostCurve(seconds), in_one_pass)
+    def from_seconds(cls, seconds: Mapping[int, float], one_pass: OnePass | None = None) -> PassCost:
+        return cls(dict(seconds), CostCurve(seconds), one_pass)
 
     @classmethod
     def by_drafter(
-        cls, seconds: Mapping[str, Mapping[int, float]], one_pass_drafters: Sequence[str]
+        cls, seconds: Mapping[str, Mapping[int, float]], one_pass: Mapping[str, OnePass]
     ) -> dict[str, PassCost]:
-        return {name: cls.from_seconds(each, name in one_pass_drafters) for name, each in seconds.items()}
+        return {name: cls.from_seconds(each, one_pass.get(name)) for name, each in seconds.items()}
 
     def draft_seconds(self, num_pending_rows: int, num_requests: int, draft_len: int) -> float:
         """Seconds of drafting `draft_len` tokens for all requests, with `num_pending_rows` in total."""
         if not num_requests or not draft_len:
             return 0.0
-        if self.in_one_pass:
-            return self.curve.at(num_pending_rows + num_requests * draft_len)
+        if self.one_pass is not None:  # a pending row of each request drafts its first token
+            drafted = num_requests * (draft_len - 1 + self.one_pass.extra_rows)
+            return self.curve.at(num_pending_rows + drafted)
         first_pass = self.curve.at(max(num_pending_rows, num_requests))
         return first_pass + (draft_len - 1) * self.curve.at(num_requests)
 
@@ -399,6 +401,11 @@ class CostModel:
         """Cost of a step in which these requests decode one token each."""
         shape = StepShape(num_requests, num_requests, num_requests=num_requests)
         return self.step_costs.cost_of(shape)
+
+    def max_draft_len(self, drafter: str) -> float:
+        """Longest draft that the drafter makes, whatever a request takes."""
+        one_pass = self._pass_costs[drafter].one_pass
+        return math.inf if one_pass is None else one_pass.max_tokens
 
     def draft_cost(self, drafter: str, num_pending_rows: int, num_requests: int, draft_len: int) -> float:
         """Model seconds of PassCost.draft_seconds()."""

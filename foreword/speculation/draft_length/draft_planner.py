@@ -17,7 +17,7 @@ from foreword.speculation.draft_length.policy import PrefillLoad, Proposal
 from foreword.speculation.draft_length.row_selection import MIN_SPEEDUP, select_rows
 from foreword.speculation.draft_length.verify_planner import VerifyPlanner
 
-DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # lengths that plans consider
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # lengths that plans consider, and the longest possible
 MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
 FEW_PENDING_ROWS = 8  # requests with more come last
 MAX_PLANS_CHECKED = 12  # plans searched for one within the delay budgets
@@ -150,7 +150,8 @@ class DraftModelPlanner:
         baseline_probs: Sequence[float],
     ) -> DraftModelRequest:
         state = proposal.request.state
-        draft_len = min(proposal.request.max_draft_tokens, MAX_DRAFT_LEN)
+        longest = min(MAX_DRAFT_LEN, self._cost_model.max_draft_len(drafter))
+        draft_len = min(proposal.request.max_draft_tokens, int(longest))
         probs = self._acceptance[drafter].expected_prefix_probs(request.acceptance[drafter], draft_len)
         mean = self._mean_output_tokens
         tokens_left = min(max(mean - state.num_output, mean / 4), state.max_len - len(state.tokens))
@@ -252,10 +253,10 @@ def rank_plans(
     plans: list[DraftModelPlan] = []
     for count in _group_sizes(len(ranked)):
         group = _RequestGroup(ranked[:count])
-        best = 0.0
-        for length in DRAFT_LENGTHS:
+        best, longest = 0.0, len(group.expected_tokens)
+        for length in (*(each for each in DRAFT_LENGTHS if each < longest), *[longest][:longest]):
             draft_rows = base_rows - group.base_rows + count * length
-            if draft_rows >= len(costs) or length > len(group.expected_tokens):
+            if draft_rows >= len(costs):
                 break
             tokens = base_tokens + group.expected_tokens[length - 1] - group.base_tokens
             plan = group.make_plan(length, tokens, costs[draft_rows], draft_cost_fn, proposal_cost)

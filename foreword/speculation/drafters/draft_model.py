@@ -27,7 +27,7 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, OnePass
 
 
 @dataclass(slots=True)
@@ -221,18 +221,19 @@ class EagerDraftLoop:
     def _sample_one_pass(self, logits: Tensor, drafts: Sequence[_DraftProgress]) -> None:
         """Sample all tokens of each draft; logits [sum of max_tokens, V]."""
         starts = list(accumulate((draft.job.max_tokens for draft in drafts), initial=0))
-        if all(only_filters(draft.request.state.request) for draft in drafts):
-            rows = [SampleRow(d.request.state, (0,) * i) for d in drafts for i in range(d.job.max_tokens)]
-            samples = self._sample_rows(logits, rows)
-            for draft, start in zip(drafts, starts, strict=False):
-                for sample in samples[start : start + draft.job.max_tokens]:
-                    if not draft.is_done:
-                        draft.append(*sample)
-            return
-        active = list(zip(drafts, starts, strict=False))
+        pairs = list(zip(drafts, starts, strict=False))
+        at_once = [pair for pair in pairs if only_filters(pair[0].request.state.request)]
+        active = [pair for pair in pairs if not only_filters(pair[0].request.state.request)]
+        if at_once:
+            places = [(draft, start, i) for draft, start in at_once for i in range(draft.job.max_tokens)]
+            chosen = torch.tensor([start + i for _, start, i in places], device=logits.device)
+            rows = [SampleRow(draft.request.state, (0,) * i) for draft, _, i in places]
+            for (draft, _, _), sample in zip(places, self._sample_rows(logits[chosen], rows), strict=True):
+                if not draft.is_done:
+                    draft.append(*sample)
         while active:  # token after token: penalties and grammars read those before
-            places = torch.tensor([start + len(draft.token_ids) for draft, start in active])
-            self._sample(logits[places.to(logits.device)], [draft for draft, _ in active])
+            chosen = torch.tensor([start + len(draft.token_ids) for draft, start in active])
+            self._sample(logits[chosen.to(logits.device)], [draft for draft, _ in active])
             active = [(draft, start) for draft, start in active if not draft.is_done]
 
     def _sample(self, logits: Tensor, drafts: Sequence[_DraftProgress]) -> None:
@@ -298,7 +299,7 @@ class ModelDrafter:
     """
 
     name = "draft"
-    tokens_per_pass = 1
+    one_pass: OnePass | None = None
 
     def __init__(
         self,

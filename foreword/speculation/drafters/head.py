@@ -24,7 +24,7 @@ from foreword.speculation.drafters.draft_model import (
     ChunkImages,
     EagerDraftLoop,
 )
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, OnePass
 
 MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary
 
@@ -48,8 +48,10 @@ class HeadDrafter:
         kv: KVStorage,
         sampler: Sampler,
         max_draft_len: int,
-        vocab_size: int,  # V of the target
+        max_len: int,
+        vocab_size: int,
     ) -> None:
+        """max_len  of a request, prompt and output; vocab_size  of the target"""
         assert kv.head is not None
         self.name = head.method
         forward = head.compile_draft(kv)
@@ -61,13 +63,15 @@ class HeadDrafter:
         self._block_size = kv.block_size
         self._first_scratch_block = kv.num_blocks + 1
         self._strip_size = num_strip_blocks(head, max_draft_len, kv.block_size)
-        self._max_draft_len = max_draft_len
+        # A draft has two known tokens before it, and one of the target's behind it
+        self._max_draft_len = max(min(max_draft_len, max_len - 3), 1)
+        self._num_timed_tokens = min(2, max_len - 1)  # known ones
         self._has_fixed_position = head.has_fixed_position
-        self.tokens_per_pass = 1
+        self.one_pass: OnePass | None = None
         self._parallel, self._mask_slot = head.parallel, None
         if head.parallel is not None:
-            self._max_draft_len = min(max_draft_len, head.parallel.max_tokens)
-            self.tokens_per_pass = self._max_draft_len
+            self._max_draft_len = min(self._max_draft_len, head.parallel.max_tokens)
+            self.one_pass = OnePass(self._max_draft_len, head.parallel.num_rows(0))
             self._mask_slot = kv.head.mask_slot if head.parallel.reads_mask_state else None
 
     def start(self, state: RequestState) -> None:
@@ -109,7 +113,8 @@ class HeadDrafter:
             num_rows = min(num_rows, MAX_PASS_ROWS // most * most)
             num_requests = -(-num_rows // most)
             count = max(num_rows // num_requests - self._parallel.num_rows(0), 1)
-        state = RequestState(Request("", (0, 0), SamplingParams(), seed=0), 0, count + 3)
+        known = (0,) * self._num_timed_tokens
+        state = RequestState(Request("", known, SamplingParams(), seed=0), 0, count + 3)
         requests = [DraftRequest(state, count)] * num_requests
         blocks = [NULL_BLOCK] * -(-(count + 3) // self._block_size)
         jobs = [self._job(request, blocks) for request in requests]
@@ -177,7 +182,7 @@ class HeadDrafter:
             max_tokens=self._length(request),
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_sampling_params(state.request, self._vocab_size),
-            fixed_position=request.num_tokens - 2 if self._has_fixed_position else None,
+            fixed_position=max(request.num_tokens - 2, 0) if self._has_fixed_position else None,
             in_one_pass=self._parallel is not None,
             mask_slot=self._mask_slot,
             mrope_offset=0 if state.mrope_positions is None else state.mrope_positions.offset,

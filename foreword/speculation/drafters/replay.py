@@ -12,7 +12,7 @@ from random import Random
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.errors import ConfigError
-from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter
+from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
 
 as_int = operator.index
 ANY_SEED = -1  # key of an output recorded without a seed
@@ -93,8 +93,8 @@ class ReplayWithDraftModel:
         self._draft_model.check(live)
 
     @property
-    def tokens_per_pass(self) -> int:
-        return self._draft_model.tokens_per_pass
+    def one_pass(self) -> OnePass | None:
+        return self._draft_model.one_pass
 
     def num_pending_rows(self, request: DraftRequest) -> int:
         return self._draft_model.num_pending_rows(request)

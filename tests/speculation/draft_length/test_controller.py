@@ -16,7 +16,7 @@ from foreword.speculation.draft_length.cost_model import Calibration, PassCost
 from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, FIRST_SAVED_STEPS
 from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.draft_length.row_selection import NEAR_BEST
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, OnePass
 from tests.support.controller_simulation import (
     CPU,
     GPU,
@@ -402,6 +402,28 @@ def test_proposing_is_no_part_of_model_passes() -> None:
         controller.select([Proposal(wanted)], PrefillLoad())
         step(controller, [state], drafting=proposing + passes)
     assert factor == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("longest", [5, 7, 15])
+def test_draft_in_one_pass_is_planned_as_long_as_it_can_be(longest: int) -> None:
+    """More tokens do not come, and the last ones cost little."""
+    seconds = {1: STEP / 10, 100: STEP / 8}
+    costs = {"draft": PassCost.from_seconds(seconds, OnePass(longest, 1))}
+    controller, state = DraftLengthController(GPU.calibration(), 32, costs), state_of()
+    controller.start(state)
+    lengths = []
+    for _ in range(60):
+        request = controller.requests[state.id]
+        request.skip_until, controller.draft_planner.no_plan_until["draft"] = 0, 0
+        wanted = DraftRequest(state, controller.max_draft_len(state))
+        ((length, _),) = controller.plan_draft_model([Proposal(wanted)], PrefillLoad(), "draft", [1])
+        lengths.append(length)
+        draft = Draft((1,) * length, "draft", (0.97,) * length)
+        (chosen,) = controller.select([Proposal(wanted, [draft] * (length > 0))], PrefillLoad())
+        if chosen is not None:
+            controller.record_acceptance(state, chosen, (1,) * (len(chosen.token_ids) + 1))
+        step(controller, [state], drafting=STEP / 10 * (length > 0))
+    assert max(lengths) == lengths[-1] == longest
 
 
 def test_improbable_tokens_are_cut_where_rows_cost() -> None:

@@ -20,6 +20,7 @@ from foreword.speculation.draft_length.cost_model import (
     classify_sampling,
 )
 from foreword.speculation.draft_length.policy import RequestStep
+from foreword.speculation.engine_drafter import OnePass
 
 
 def test_curve_is_linear_then_proportional() -> None:
@@ -156,11 +157,15 @@ def test_draft_seconds_of_a_model() -> None:
 
 
 def test_draft_in_one_pass_costs_its_rows() -> None:
-    """The last token of each request, and its masks."""
-    costs = PassCost.by_drafter({"one": {1: 1.0, 8: 2.0, 16: 4.0}, "more": {1: 1.0}}, ["one"])
-    assert costs["one"].draft_seconds(2, 2, 3) == pytest.approx(2.0)
-    assert costs["one"].draft_seconds(4, 4, 3) == pytest.approx(4.0)
-    assert costs["more"].draft_seconds(1, 1, 3) == pytest.approx(3.0)
+    """A request's last token and its masks: as many rows as tokens (P-EAGLE), or one more (DFlash)."""
+    points = {1: 1.0, 8: 2.0, 16: 4.0}
+    one_pass = {"dflash": OnePass(15, 1), "p-eagle": OnePass(8, 0)}
+    costs = PassCost.by_drafter({"dflash": points, "p-eagle": points, "eagle3": {1: 1.0}}, one_pass)
+    assert costs["dflash"].draft_seconds(2, 2, 3) == pytest.approx(2.0)
+    assert costs["dflash"].draft_seconds(4, 4, 3) == pytest.approx(4.0)
+    assert costs["p-eagle"].draft_seconds(2, 2, 4) == pytest.approx(2.0)
+    assert costs["p-eagle"].draft_seconds(1, 1, 1) == pytest.approx(1.0)
+    assert costs["eagle3"].draft_seconds(1, 1, 3) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(

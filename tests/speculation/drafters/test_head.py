@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.config.options import Config
-from foreword.core.batch import Batch, HeadShape, KVShape
+from foreword.core.batch import Batch, HeadShape, KVShape, SampleRow
 from foreword.core.images import PromptImage
 from foreword.core.outputs import ErrorEvent
 from foreword.core.params import SamplingParams
@@ -27,6 +27,7 @@ from foreword.models.interfaces import KVCache, ParallelDraft
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import kv_bytes_per_token, scratch_bytes
 from foreword.sampling.sampler import Sampler
+from foreword.speculation.drafters.draft_model import EagerDraftLoop
 from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.weights.trained_heads import head_method
@@ -228,9 +229,48 @@ def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) ->
     engine = block_engine(trained_block, draft_length="adaptive", max_num_seqs=2)
     (name,) = [drafter.name for drafter in engine.proposer.model_drafters]
     timings = engine.proposer.timings
-    assert timings is not None and [*timings.one_pass_drafters] == [name]
-    assert max(timings.pass_seconds[name]) == 2 * DRAFT_LEN
+    assert timings is not None and [*timings.one_pass] == [name]
+    rows = timings.one_pass[name].max_rows
+    assert rows == DRAFT_LEN + (name == "dflash")
+    assert max(timings.pass_seconds[name]) == 2 * rows
     run(engine, requests())
+
+
+def test_one_request_with_a_penalty_leaves_others_one_call_of_the_sampler(
+    trained_block: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its own tokens come one after the other."""
+    engine = block_engine(trained_block, cpu_isa="reference")
+    calls: list[int] = []
+    sample_rows = EagerDraftLoop._sample_rows
+
+    def counted(self: EagerDraftLoop, logits: Tensor, rows: Sequence[SampleRow]) -> list[tuple[int, float]]:
+        calls.append(len(rows))
+        return sample_rows(self, logits, rows)
+
+    monkeypatch.setattr(EagerDraftLoop, "_sample_rows", counted)
+    run(engine, requests())
+    num_plain = len(calls)
+    calls.clear()
+    penalty = make_request("0", PROMPTS[0], **GREEDY, repetition_penalty=1.0001)
+    events = run(engine, [penalty, *requests()[1:]])
+    for n, text in enumerate(trained_block.texts):
+        assert tokens_of(events[str(n)]) == text[len(PROMPTS[n]) :]
+    assert sum(rows > 1 for rows in calls) <= num_plain < len(calls)
+
+
+@pytest.mark.parametrize("max_model_len", range(2, 9))
+def test_engine_starts_where_a_context_is_shorter_than_a_draft(
+    trained_block: Trained, max_model_len: int
+) -> None:
+    adaptive = {"draft_length": "adaptive", "num_speculative_tokens": 32}
+    engine = block_engine(trained_block, max_model_len=max_model_len, **adaptive)
+    (drafter,) = engine.proposer.model_drafters
+    assert drafter.one_pass is not None and drafter.one_pass.max_tokens <= max(max_model_len - 3, 1)
+    if max_model_len > 3:
+        prompt, num_tokens = PROMPTS[0][:2], max_model_len - 2
+        events = run(engine, [make_request("a", prompt, temperature=0.0, max_tokens=num_tokens)])
+        assert len(tokens_of(events["a"])) == num_tokens
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -238,7 +278,7 @@ def test_drafts_of_whole_scratch_blocks_have_all_tokens(trained_block: Trained, 
     """DFlash has a row more than tokens, and its room is in the memory plan."""
     engine = block_engine(trained_block, block_size=length, num_speculative_tokens=length, max_num_seqs=6)
     (drafter,) = engine.proposer.model_drafters
-    assert drafter.tokens_per_pass == length
+    assert drafter.one_pass is not None and drafter.one_pass.max_tokens == length
     events = run(engine, requests())
     for n, text in enumerate(trained_block.texts):
         assert tokens_of(events[str(n)]) == text[len(PROMPTS[n]) :]
@@ -260,7 +300,7 @@ def test_requests_are_split_into_passes_by_their_planned_rows(num_tokens: int, r
     head, ops = ParallelHead(), ReferenceOps()
     num_blocks = 64 * 16
     kv = KVStorage(8, 1, [KVShape(1, 16)], "float32", head=HeadShape((), 16), num_draft_blocks=num_blocks)
-    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), 15, 32)  # type: ignore[arg-type]
+    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), 15, 64, 32)  # type: ignore[arg-type]
     drafts = drafter.propose([DraftRequest(make_state(), num_tokens)] * 64)
     assert head.num_rows == rows
     assert all(draft is not None and len(draft.token_ids) == num_tokens for draft in drafts)
@@ -331,7 +371,7 @@ def test_pass_by_pass_drafts_behind_images_have_mrope_positions() -> None:
     head: Any = MRopeHead()
     kv = KVStorage(8, 4, [KVShape(1, 16)], "float32", head=HeadShape((), 16), num_draft_blocks=2)
     ops = ReferenceOps()
-    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), DRAFT_LEN, 32)
+    drafter = HeadDrafter(head, ops, kv, Sampler(ops, 32, []), DRAFT_LEN, 64, 32)
     image = PromptImage(bytes(16), 12, (1, 3, 4), (8, 8), (1, 3, 8, 8), None, start=1)
     request = Request("a", [5] * 15, SamplingParams(), seed=0, images=(image,))
     state = RequestState(request, 0, 64)
