@@ -275,6 +275,10 @@ def test_limit_of_the_directory_is_kept(checkpoint: Path, expected: Answers, tmp
     assert answers_of(engine, conversations(1)) == expected
     size = sum(path.stat().st_size for path in tmp_path.glob("model-*/blocks/*/*"))
     assert 50 << 10 < size < 110 << 10
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(ConfigError, match="shared must be a directory of this user that no one else may"):
+        load_engine(checkpoint, **SMALL, kv_cache_dir=str(tmp_path / "shared"))
     with pytest.raises(ConfigError, match=r"kv_cache_disk 1KiB holds no block: a block of \d+ tokens has "):
         load_engine(checkpoint, **SMALL, kv_cache_dir=str(tmp_path), kv_cache_disk="1KiB")
 

@@ -15,7 +15,7 @@ from foreword.core.states import SEGMENT
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import sample_digest
 from foreword.errors import ConfigError
-from foreword.kv_cache.block_files import BlockFiles, folder_name
+from foreword.kv_cache.block_files import BlockFiles, check_private, folder_name
 from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
 from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 from foreword.kv_cache.prefix_loader import PrefixLoader
@@ -71,6 +71,7 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     anchor_images = None if states is None else kv.anchor_images()
     namespace = _namespace(config, engine)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(root.resolve())
     folder = root / f"{folder_name(Path(str(config.model)))}-{namespace.hex()}"
     files = BlockFiles(folder / "blocks", namespace, images.nbytes)
     max_bytes = parse_bytes("kv_cache_disk", config.kv_cache_disk)

@@ -13,6 +13,7 @@ bit costs a hit. Nothing is ever trusted for its name alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -185,11 +186,12 @@ class BlockFiles:
         return checksum.digest()
 
     def file_size(self, digest: bytes) -> int:
-        """Bytes of a file; 0: there is none. Raises OSError."""
+        """file_bytes; 0: there is no such file. Raises OSError."""
         try:
-            return self.path(digest).lstat().st_size
+            info = self.path(digest).lstat()
         except FileNotFoundError:
             return 0
+        return self.file_bytes if stat.S_ISREG(info.st_mode) and info.st_size == self.file_bytes else 0
 
     def path(self, digest: bytes) -> Path:
         name = digest.hex()
@@ -220,13 +222,17 @@ def pack_pin(digests: Sequence[bytes]) -> bytes:
 
 
 def read_pin(path: Path) -> list[bytes] | None:
-    """The hashes of a pin; None without a whole file."""
+    """The hashes of a pin; None without a whole file. Raises OSError for one that cannot be read now."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(fd, "rb") as file:
             data = file.read(MAX_PIN_BYTES)
-    except OSError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a symbolic link
+            return None
+        raise
     start = len(PIN_MAGIC) + DIGEST_BYTES
     digests = [data[i : i + DIGEST_BYTES] for i in range(start, len(data), DIGEST_BYTES)]
     return digests if pack_pin(digests) == data else None
@@ -235,7 +241,7 @@ def read_pin(path: Path) -> list[bytes] | None:
 def pinned_files(namespaces: Iterable[Path]) -> dict[Path, dict[str, int]]:
     """Sizes of the files that each pin of these directories keeps, by their paths.
 
-    The pin that was used last comes first.
+    The pin that was used last comes first. Raises OSError: a pin that cannot be read keeps files too.
     """
     sizes: dict[str, int] = {}  # 0: no file
     pinned: dict[Path, dict[str, int]] = {}
@@ -253,22 +259,25 @@ def pinned_files(namespaces: Iterable[Path]) -> dict[Path, dict[str, int]]:
 def _file_size(path: str) -> int:
     try:
         return os.lstat(path).st_size
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 
 def _pins(namespaces: Iterable[Path]) -> list[tuple[float, Path]]:
-    """Time of the last use, and path, of each pin."""
+    """Time of the last use, and path, of each pin. Raises OSError."""
     pins: list[tuple[float, Path]] = []
     for entry in (entry for folder in namespaces for entry in _scan(str(folder / "pins"))):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             if PIN_PATTERN.fullmatch(entry.name):
                 pins.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
     return pins
 
 
 def drop_old_pins(namespaces: Iterable[Path]) -> None:
-    """Remove pins that nobody has saved or restored for MAX_PIN_AGE_S; their files are evicted as others."""
+    """Remove pins that nobody has saved or restored for MAX_PIN_AGE_S; their files are evicted as others.
+
+    Raises OSError.
+    """
     for used_s, path in _pins(namespaces):
         if time.time() - used_s > MAX_PIN_AGE_S:
             with contextlib.suppress(OSError):
@@ -292,12 +301,12 @@ def _namespaces(root: Path) -> list[Path]:
 
 
 def namespace_folders(root: Path, name: str) -> list[Path]:
-    """Directories of engines of a model of this name."""
+    """Directories of engines of a model of this name. Raises OSError."""
     return [path for path in _namespaces(root) if path.name.rpartition("-")[0] == name]
 
 
 def stored_bytes(root: Path) -> int:
-    """Bytes in the files of all engines."""
+    """Bytes in the files of all engines. Raises OSError."""
     return sum(file.num_bytes for file in _stored_files(root))
 
 
@@ -311,14 +320,16 @@ def sweep(root: Path, max_bytes: int) -> int:
     """Remove the least recently used files of all namespaces beyond `max_bytes`; returns the bytes left.
 
     One process at a time sweeps; another one only counts. Files that no engine writes are left alone, and so
-    are those of the pins that were used last, up to MAX_PINNED_SHARE.
+    are those of the pins that were used last, up to MAX_PINNED_SHARE. Raises OSError.
     """
-    with open(root / "lock", "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock:
+    with open(os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "rb") as lock:
+        is_sweeping = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_sweeping = True
-        except OSError:
+        except BlockingIOError:
             is_sweeping = False
+        except OSError:  # a file system without locks: two sweeps at once remove too much
+            pass
         if is_sweeping:
             drop_old_pins(_namespaces(root))
         files = sorted(_stored_files(root))
@@ -351,8 +362,9 @@ def _stored_files(root: Path) -> Iterator[_StoredFile]:
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """Entries of a directory; none of one that is gone, or another user's. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []

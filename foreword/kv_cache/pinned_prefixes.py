@@ -122,6 +122,8 @@ class PinnedPrefixes:
             os.utime(self._path(owner, name))
         for digest in digests:
             try:
+                if not self._blocks.file_size(digest):
+                    break
                 num_bytes += len(self._blocks.read(digest))
                 prefix.append(digest)
                 if self._states is not None and self._states.file_size(digest):
@@ -139,8 +141,9 @@ class PinnedPrefixes:
         Raises InvalidRequest for a name that was not saved.
         """
         digests, path = self._load(owner, name), self._path(owner, name)
+        pinned = pinned_files([self._namespace])
+        kept = {file for pin, files in pinned.items() if pin != path for file in files}
         path.unlink(missing_ok=True)
-        kept = {file for files in pinned_files([self._namespace]).values() for file in files}
         used = find_used(digests)
         for digest in digests:
             for file, _ in self._files(digest):
@@ -149,8 +152,12 @@ class PinnedPrefixes:
         return digests
 
     def _load(self, owner: str, name: str) -> list[bytes]:
-        digests = read_pin(self._path(owner, name))
+        """Raises InvalidRequest for a name that was not saved, and removes a pin that is damaged."""
+        path = self._path(owner, name)
+        digests = read_pin(path)
         if digests is None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
             raise InvalidRequest(f"nothing is saved as {name!r}", "filename")
         return digests
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -101,6 +103,30 @@ def test_sweep_leaves_files_of_others_and_removes_stale_temporary_ones(tmp_path:
     assert sweep(tmp_path, 0) == 0
     assert all(path.exists() for path in others) and not files.digests()
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EAGAIN])
+def test_limit_is_kept_without_locks_and_by_one_process_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def fail(file: object, operation: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    files = files_of(tmp_path)
+    for number in range(10):
+        files.write(digest_of(number), IMAGE)
+    left = sweep(tmp_path, 6 * files.file_bytes) // files.file_bytes
+    assert left == len(files.digests()) == (5 if error == errno.ENOLCK else 10)
+
+
+def test_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"precious")
+    (tmp_path / "lock").symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        sweep(tmp_path, 1)
+    assert file.read_bytes() == b"precious"
 
 
 def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

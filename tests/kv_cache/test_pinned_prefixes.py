@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -70,6 +71,48 @@ def test_restored_prefix_is_read_and_used(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     assert store.pins.restore("one", "talk")[0] == CHAIN[:6], "a damaged block ends it"
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["scandir", "open", "lstat"])
+def test_pins_that_cannot_be_read_now_keep_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    for pin in "ab":
+        store.pins.save("one", pin, CHAIN)
+    store.write([digest_of(100 + number) for number in range(40)], used_s=2000.0)
+    before = getattr(os, name)
+
+    def fail(path: Any, *args: Any) -> Any:
+        if ("blocks" if name == "lstat" else "pins") in str(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return before(path, *args)
+
+    monkeypatch.setattr(os, name, fail)
+    for action in (lambda: sweep(tmp_path, store.limit), lambda: store.pins.erase("one", "a")):
+        with pytest.raises(OSError, match="Too many open files"):
+            action()
+    monkeypatch.undo()
+    assert store.pins.restore("one", "a") == store.pins.restore("one", "b") == (CHAIN, 10 * len(IMAGE))
+
+
+@pytest.mark.parametrize("kind", ["link", "torn", "directory"])
+def test_prefix_ends_at_what_is_no_file_of_a_block(tmp_path: Path, kind: str) -> None:
+    store = Store(tmp_path)
+    store.write(CHAIN)
+    store.pins.save("one", "talk", CHAIN)
+    path = store.kinds[0].path(CHAIN[6])
+    if kind == "torn":
+        os.truncate(path, FILE_BYTES // 2)
+    else:
+        path.rename(tmp_path / "block")
+    if kind == "link":
+        path.symlink_to(tmp_path / "block")
+    elif kind == "directory":
+        path.mkdir()
+    assert store.pins.restore("one", "talk")[0] == CHAIN[:6]
+    assert store.pins.save("one", "talk", CHAIN)[0] == CHAIN[:6]
 
 
 def test_blocks_that_are_still_to_be_written_are_waited_for(tmp_path: Path) -> None:
@@ -231,7 +274,7 @@ def test_damaged_pin_keeps_and_restores_nothing(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(InvalidRequest, match="nothing is saved"):
             store.pins.restore("one", "talk")
-    path.unlink()
+        assert not path.exists(), "it would count as one of the owner's names"
     path.symlink_to("/etc/passwd")
     assert read_pin(path) is None
 

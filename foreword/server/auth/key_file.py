@@ -73,12 +73,13 @@ def stored_salt(folder: Path) -> bytes:
     path = folder / "salt"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
+        if not os.path.lexists(path):
             with tempfile.NamedTemporaryFile(dir=folder) as file, suppress(FileExistsError):
                 file.write(secrets.token_bytes(SALT_BYTES))
                 file.flush()
                 os.link(file.name, path)
-        salt = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            salt = file.read(SALT_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"kv_cache_dir: {folder}: {error.strerror or error}", "kv_cache_dir") from None
     if len(salt) != SALT_BYTES:

@@ -289,6 +289,10 @@ def test_keys_of_the_command_line_find_blocks_on_disk_again(tmp_path: Path) -> N
     (tmp_path / "b" / "salt").write_bytes(b"")
     with pytest.raises(ConfigError, match="must have 16 bytes"):
         stored_salt(tmp_path / "b")
+    (tmp_path / "b" / "salt").unlink()
+    (tmp_path / "b" / "salt").symlink_to(folders[0] / "salt")
+    with pytest.raises(ConfigError, match="symbolic links"):
+        stored_salt(tmp_path / "b")
 
 
 def test_priorities(server: RunningServer) -> None:
