@@ -314,6 +314,8 @@ def _check_directory(root: Path, name: str) -> None:
     place = _existing_parent(root)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"kv_cache_dir cannot be used: {place} is no directory that this user may write to")
+    if os.path.lexists(root):
+        check_private(root.resolve())
     for folder in namespace_folders(root, name):
         for path in (folder, folder / "blocks", folder / "states"):
             if os.path.lexists(path):

@@ -120,17 +120,22 @@ def test_disk_of_the_kv_cache_is_checked(
     engine.close()
     (size,) = {path.stat().st_size for path in kv.glob("tiny-*/blocks/*/*")}
     assert found == (format_bytes(size / 16), f"{(100 << 10) * 16 / size:.0f}")
-    for problem in ("1KiB", "writable", "file"):
+    for problem in ("1KiB", "writable", "root", "file"):
         if problem == "writable":
             next(kv.glob("tiny-*")).chmod(0o777)
+        elif problem == "root":
+            next(kv.glob("tiny-*")).chmod(0o700)
+            kv.chmod(0o777)
         elif problem == "file":
             shutil.rmtree(kv)
             kv.write_text("")
         code, text = check(capsys, *words[:-1], f"--kv-cache-disk={'1KiB' if problem == '1KiB' else '1GiB'}")
         assert code == 1
+        private = "must be a directory of this user that no one else may write to"
         reasons = {
             "1KiB": "kv_cache_disk 1KiB holds no block: a block of 16 tokens has ",
-            "writable": "must be a directory of this user that no one else may write to",
+            "writable": private,
+            "root": f"{kv} {private}",
             "file": "is no directory that this user may write to",
         }
         assert re.search(rf"no +disk: .*{re.escape(reasons[problem])}", text), problem
