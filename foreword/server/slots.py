@@ -84,12 +84,12 @@ class SlotTable:
         self._use(key).num_open += 1
         self._evict(key)
 
-    def end(self, key: SlotKey, request: Request, output_ids: Sequence[int]) -> None:
-        """The request that was started has ended. Without a token of an answer it leaves the tokens."""
+    def end(self, key: SlotKey, request: Request, output_ids: Sequence[int] | None) -> None:
+        """The request that was started has ended; None: without an answer, which leaves the tokens."""
         slot = self._slots[key]
         slot.num_open -= 1
         assert slot.num_open >= 0, "a request ended twice"
-        if output_ids:
+        if output_ids is not None:
             tokens = array("i", request.prompt_ids)
             tokens.extend(output_ids)
             slot.namespace = request.namespace

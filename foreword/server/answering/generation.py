@@ -260,7 +260,9 @@ class Generation:
         """Before the last delta is sent: a client may save its slot at once."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._server.slots.end(slot, self.outputs[0].request, self.outputs[0].token_ids)
+            output = self.outputs[0]
+            has_answer = output.finished or bool(output.token_ids)
+            self._server.slots.end(slot, output.request, output.token_ids if has_answer else None)
 
     def abort(self, request_id: str, error: ForewordError) -> None:
         """End one choice with an error for its caller; a finished choice stays as it is."""
