@@ -6,12 +6,13 @@ another file name: it is found as little as one that does not exist.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -56,23 +57,18 @@ class PinnedPrefixes:
     def __init__(
         self,
         folder: Path,
-        kinds: Sequence[BlockFiles],
+        blocks: BlockFiles,
+        states: BlockFiles | None,  # of a model that has some
         max_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """folder  that of the model's namespace
-        kinds  its blocks, and the states of a model that has some
         max_bytes  of the directory, of which pins may keep a share
         """
         self._namespace = folder
         self._folder = folder / "pins"
-        self._blocks = kinds[0]
-        self._states = kinds[1] if len(kinds) > 1 else None
-        self._kinds = kinds
+        self._blocks = blocks
+        self._states = states
         self._max_pinned_bytes = int(max_bytes * MAX_PINNED_SHARE)
-        self._clock = clock
-        self._sleep = sleep
 
     def save(self, owner: str, name: str, digests: Sequence[bytes]) -> tuple[list[bytes], int]:
         """Pin the leading blocks that are on disk; returns their hashes, and bytes.
@@ -194,28 +190,14 @@ class PinnedPrefixes:
 
     def _files(self, digest: bytes) -> list[tuple[str, int]]:
         """Paths and sizes of a block's files."""
-        sizes = ((str(kind.path(digest)), kind.file_size(digest)) for kind in self._kinds)
+        kinds = (self._blocks,) if self._states is None else (self._blocks, self._states)
+        sizes = ((str(kind.path(digest)), kind.file_size(digest)) for kind in kinds)
         return [(path, size) for path, size in sizes if size]
 
-    def wait_written(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The leading blocks on disk, to the last state of a model that has some; engines write behind.
-
-        It waits while further blocks come, at most MAX_WAIT_S.
-        """
-        started_s = changed_s = self._clock()
-        num_stored = 0
-        while num_stored < len(digests) or not self._has_state(digests):
-            before, num_stored = num_stored, self._num_stored(digests, num_stored)
-            now_s = self._clock()
-            if num_stored > before:
-                changed_s = now_s
-            elif now_s - changed_s > MAX_QUIET_S:
-                break
-            if now_s - started_s > MAX_WAIT_S:
-                break
-            if num_stored < len(digests) or not self._has_state(digests):
-                self._sleep(POLL_S)
-        return self._usable_prefix(digests, num_stored)
+    def find_written(self, digests: Sequence[bytes], start: int = 0) -> tuple[int, bool]:
+        """Number of leading blocks on disk, of which `start` are known; whether it is all, with a state."""
+        num_stored = self._num_stored(digests, start)
+        return num_stored, num_stored == len(digests) and self._has_state(digests)
 
     def _has_state(self, digests: Sequence[bytes]) -> bool:
         """Whether a request can go on after the last block; also if the model has no states."""
@@ -232,3 +214,21 @@ class PinnedPrefixes:
         while num_stored and not self._has_state(digests[:num_stored]):
             num_stored -= 1
         return list(digests[:num_stored])
+
+
+async def wait_written(
+    find_written: Callable[[int], Awaitable[tuple[int, bool]]],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Wait while further blocks come on disk, at most MAX_WAIT_S: engines write behind.
+
+    find_written  PinnedPrefixes.find_written() for a start
+    """
+    started_s = changed_s = clock()
+    num_stored, is_all = await find_written(0)
+    while not is_all and clock() - changed_s <= MAX_QUIET_S and clock() - started_s <= MAX_WAIT_S:
+        await sleep(POLL_S)
+        before, (num_stored, is_all) = num_stored, await find_written(num_stored)
+        if num_stored > before:
+            changed_s = clock()

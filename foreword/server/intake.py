@@ -54,6 +54,7 @@ class Intake:
         self._readers = FairThreads("bodies", NUM_WORKERS, QUEUE_TIMEOUT_S, on_refusal)
         self._renderers = FairThreads("prompts", NUM_WORKERS, QUEUE_TIMEOUT_S, on_refusal)
         self._compilers = FairThreads("schemas", NUM_WORKERS, QUEUE_TIMEOUT_S, on_refusal)
+        self._savers = FairThreads("saved conversations", NUM_WORKERS, QUEUE_TIMEOUT_S, on_refusal)
 
     async def read_body(
         self, request: Request, body_class: type[StrictModel], max_parts: int | None
@@ -94,6 +95,10 @@ class Intake:
     async def compile(self, request: Request, work: Callable[[], T]) -> T:
         """Run work on schemas and grammars, which waits for a process."""
         return await self._run(self._compilers, request, work)
+
+    async def access_saved(self, request: Request, work: Callable[[], T]) -> T:
+        """Run work on files of saved conversations."""
+        return await self._run(self._savers, request, work)
 
     async def _run(self, threads: FairThreads, request: Request, work: Callable[[], T]) -> T:
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,21 @@ class Store:
         self.kinds = [BlockFiles(self.folder / kind, NAMESPACE, len(IMAGE)) for kind in kinds]
         self.now = 0.0
         self.on_sleep: Callable[[], Any] = lambda: None
-        self.pins = PinnedPrefixes(self.folder, self.kinds, self.limit, lambda: self.now, self.sleep)
+        states = self.kinds[1] if with_states else None
+        self.pins = PinnedPrefixes(self.folder, self.kinds[0], states, self.limit)
 
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.on_sleep()
+    def wait_written(self, digests: Sequence[bytes]) -> int:
+        """Number of blocks that are on disk after the wait."""
+
+        async def find_written(start: int) -> tuple[int, bool]:
+            return self.pins.find_written(digests, start)
+
+        async def sleep(seconds: float) -> None:
+            self.now += seconds
+            self.on_sleep()
+
+        asyncio.run(pinned_prefixes.wait_written(find_written, lambda: self.now, sleep))
+        return self.pins.find_written(digests)[0]
 
     def write(self, digests: list[bytes], used_s: float = 1000.0, kind: int = 0) -> None:
         for digest in digests:
@@ -119,12 +130,12 @@ def test_blocks_that_are_still_to_be_written_are_waited_for(tmp_path: Path) -> N
     store = Store(tmp_path)
     rest = CHAIN[::-1]
     store.on_sleep = lambda: rest and store.write([rest.pop()])
-    assert store.pins.wait_written(CHAIN) == CHAIN
-    assert store.pins.wait_written([*CHAIN, digest_of(99)]) == CHAIN, "for a moment only"
-    assert store.now < pinned_prefixes.MAX_QUIET_S + 1 and store.pins.wait_written([]) == []
+    assert store.wait_written(CHAIN) == 10
+    assert store.wait_written([*CHAIN, digest_of(99)]) == 10, "for a moment only"
+    assert store.now < pinned_prefixes.MAX_QUIET_S + 1 and store.wait_written([]) == 0
     endless = [digest_of(1000 + number) for number in range(1000)]
     rest = endless[::-1]
-    assert 0 < len(store.pins.wait_written(endless)) < 1000 and rest, "the wait has a limit"
+    assert 0 < store.wait_written(endless) < 1000 and rest, "the wait has a limit"
 
 
 def test_nothing_on_disk_is_not_saved(tmp_path: Path) -> None:
@@ -141,7 +152,7 @@ def test_states_are_waited_for_until_the_last(tmp_path: Path) -> None:
     store = Store(tmp_path, with_states=True)
     store.write(CHAIN)
     store.on_sleep = lambda: store.write([CHAIN[9]], kind=1)
-    assert store.pins.wait_written(CHAIN) == CHAIN and store.now == pinned_prefixes.POLL_S
+    assert store.wait_written(CHAIN) == 10 and store.now == pinned_prefixes.POLL_S
 
 
 def test_blocks_of_a_slot_outlive_their_name(tmp_path: Path) -> None:

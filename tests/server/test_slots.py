@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import pytest
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
+from foreword.kv_cache import pinned_prefixes
+from foreword.kv_cache.pinned_prefixes import PinnedPrefixes
 from foreword.server import slots
+from foreword.server.intake import NUM_WORKERS
 from foreword.server.slots import SlotKey, SlotTable, shared_hashes
 from tests.server.conftest import RunningServer, run_engine, run_server
 from tests.support.checkpoints import write_checkpoint
@@ -101,6 +107,42 @@ def test_request_without_a_slot_is_of_slot_0(served: RunningServer) -> None:
     complete(served, 100, max_tokens=20, id_slot=-1)
     assert change(served, 0, "save", filename="zero").json()["n_saved"] == 96
     assert change(served, 1, "save", filename="one").json()["n_saved"] == 80
+
+
+def test_conversation_without_a_token_of_an_answer_is_saved(served: RunningServer) -> None:
+    complete(served, 100, id_slot=2)
+    complete(served, 10, id_slot=2, max_tokens=0, prompt=list(range(10, 60)), echo=True)
+    assert change(served, 2, "save", filename="prompt").json()["n_saved"] == 48
+
+
+def test_many_saves_take_few_threads(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for blocks that never come."""
+    monkeypatch.setattr(pinned_prefixes, "MAX_QUIET_S", 0.5)
+    find, threads, counts = PinnedPrefixes.find_written, set[int](), list[int]()
+
+    def find_slowly(pins: PinnedPrefixes, hashes: list[bytes], start: int) -> tuple[int, bool]:
+        threads.add(threading.get_ident())
+        counts.append(len(threads))
+        time.sleep(0.01)
+        threads.remove(threading.get_ident())
+        return find(pins, hashes, start)[0], False
+
+    monkeypatch.setattr(PinnedPrefixes, "find_written", find_slowly)
+    complete(served, 120, id_slot=2)
+    with ThreadPoolExecutor(24) as pool:
+        saved = list(pool.map(lambda _: change(served, 2, "save", filename="many"), range(24)))
+    assert all(answer.is_success for answer in saved)
+    assert len(counts) > 48 and max(counts) < NUM_WORKERS, "one is left for other keys"
+
+
+def test_error_of_the_directory_hides_its_path(served: RunningServer, folder: Path) -> None:
+    complete(served, 130, id_slot=2)
+    (namespace,) = folder.glob("kv/tiny-*")
+    namespace.chmod(0o777)
+    answer = change(served, 2, "save", filename="public")
+    namespace.chmod(0o700)
+    assert answer.status_code == 500 and str(folder) not in answer.text
+    assert "directory of KV blocks cannot be used" in answer.json()["error"]["message"]
 
 
 def test_keys_have_slots_and_names_of_their_own(served: RunningServer) -> None:

@@ -6,6 +6,7 @@ finds it in memory; it would find it on disk without, as long as it is not evict
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from foreword.config.units import parse_bytes
-from foreword.errors import InvalidRequest, RequestFailed, Unsupported
+from foreword.errors import ConfigError, InvalidRequest, RequestFailed, Unsupported
 from foreword.kv_cache.block_files import BlockFiles
-from foreword.kv_cache.pinned_prefixes import PinnedPrefixes, check_name
+from foreword.kv_cache.pinned_prefixes import PinnedPrefixes, check_name, wait_written
 from foreword.server.apis.body import ModelName, SlotId, StrictModel
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import JSONResponse
@@ -24,8 +25,8 @@ from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ManagedModel, ModelsDep
 from foreword.server.slots import SlotKey, shared_hashes
-from foreword.utils.threads import run_in_own_thread
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 router = APIRouter(route_class=IntakeRoute)
 
@@ -76,11 +77,11 @@ async def change_slot(
     server.check_slot(id_slot)
     key = SlotKey(permissions.slot_owner, id_slot)
     if action == "save":
-        answer = await _save(server, key, str(body.filename))
+        answer = await _save(request, server, key, str(body.filename))
     elif action == "restore":
-        answer = await _restore(server, key, str(body.filename))
+        answer = await _restore(request, server, key, str(body.filename))
     else:
-        answer = await _erase(server, key, body.filename)
+        answer = await _erase(request, server, key, body.filename)
     return JSONResponse({"id_slot": id_slot, **answer})
 
 
@@ -94,25 +95,26 @@ def _check_directory(model: ManagedModel) -> None:
         )
 
 
-async def _save(server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
+async def _save(request: Request, server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
     started_s, size = time.monotonic(), server.info().resolved.block_size
     slot = server.slots.find(key)
-    hashes = await _in_thread(server, lambda pins: pins.wait_written(slot.block_hashes(size)))
+    hashes = await _access(request, server, lambda pins: slot.block_hashes(size))
+    await wait_written(lambda start: _access(request, server, lambda pins: pins.find_written(hashes, start)))
     async with server.slots.lock:
-        prefix, num_bytes = await _in_thread(server, lambda pins: pins.save(key.owner, name, hashes))
+        prefix, num_bytes = await _access(request, server, lambda pins: pins.save(key.owner, name, hashes))
     counts = {"n_saved": len(prefix) * size, "n_written": num_bytes}
     return {"filename": name, **counts, "timings": {"save_ms": _milliseconds_since(started_s)}}
 
 
-async def _restore(server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
+async def _restore(request: Request, server: LoadedModel, key: SlotKey, name: str) -> dict[str, Any]:
     started_s, size = time.monotonic(), server.info().resolved.block_size
-    prefix, num_bytes = await _in_thread(server, lambda pins: pins.restore(key.owner, name))
+    prefix, num_bytes = await _access(request, server, lambda pins: pins.restore(key.owner, name))
     server.slots.restore(key, prefix)
     counts = {"n_restored": len(prefix) * size, "n_read": num_bytes}
     return {"filename": name, **counts, "timings": {"restore_ms": _milliseconds_since(started_s)}}
 
 
-async def _erase(server: LoadedModel, key: SlotKey, name: str | None) -> dict[str, Any]:
+async def _erase(request: Request, server: LoadedModel, key: SlotKey, name: str | None) -> dict[str, Any]:
     """With a name, drop what is saved under it and leave the slot; else forget the slot's conversation."""
     size = server.info().resolved.block_size
     if name is None:
@@ -121,28 +123,36 @@ async def _erase(server: LoadedModel, key: SlotKey, name: str | None) -> dict[st
         return {"n_erased": num_blocks * size}
     async with server.slots.lock:
         others = server.slots.others(key)
-        hashes = await _in_thread(
+        hashes = await _access(
+            request,
             server,
             lambda pins: pins.erase(key.owner, name, lambda hashes: shared_hashes(others, hashes, size)),
         )
     return {"n_erased": len(hashes) * size}
 
 
-async def _in_thread(server: LoadedModel, work: Callable[[PinnedPrefixes], T]) -> T:
-    """Work on files, which may wait for the disk. Raises RequestFailed for an error of the file system."""
+async def _access(request: Request, server: LoadedModel, work: Callable[[PinnedPrefixes], T]) -> T:
+    """Work on files, in a thread: it may wait for the disk.
+
+    Raises RequestFailed for an error of the file system, Overloaded if no thread is free in time.
+    """
 
     def run() -> T:
         config, files = server.config, server.info().kv_files
         if files is None:
             raise RequestFailed("the engine has started without its directory of KV blocks: see the log")
         folder = Path(str(config.kv_cache_dir)) / files.folder
-        kinds = [BlockFiles(folder / "blocks", files.namespace, files.block_bytes)]
+        blocks, states = BlockFiles(folder / "blocks", files.namespace, files.block_bytes), None
         if files.state_bytes is not None:
-            kinds.append(BlockFiles(folder / "states", files.namespace, files.state_bytes))
-        return work(PinnedPrefixes(folder, kinds, parse_bytes("kv_cache_disk", config.kv_cache_disk)))
+            states = BlockFiles(folder / "states", files.namespace, files.state_bytes)
+        max_bytes = parse_bytes("kv_cache_disk", config.kv_cache_disk)
+        return work(PinnedPrefixes(folder, blocks, states, max_bytes))
 
     try:
-        return await run_in_own_thread(run)
+        return await server.intake.access_saved(request, run)
+    except ConfigError as error:
+        logger.error("server: saved conversations cannot be used: %s", error)
+        raise RequestFailed("the directory of KV blocks cannot be used: see the log") from None
     except OSError as error:
         raise RequestFailed(f"the directory of KV blocks fails: {error.strerror or error}") from None
 
