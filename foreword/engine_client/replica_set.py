@@ -115,6 +115,15 @@ class ReplicaSet:
         if replica.problem:
             logger.error("replica %s gets no requests: %s", replica.id, replica.problem)
 
+    def on_restarted(self, replica: RouterReplica) -> None:
+        """A local engine was replaced: files of weights with other times have another folder of KV blocks."""
+        info = replica.client.info
+        if self.info is None or info is None:
+            return
+        # One of several may have restarted without its directory, which the others still have
+        if info.kv_files is not None or self.only is not None:
+            self.info = replace(self.info, kv_files=info.kv_files)
+
     # Choice
 
     def choose(self, routed: RoutedRequest, excluded: RouterReplica | None) -> RouterReplica | None:

@@ -343,6 +343,7 @@ class EngineRouter:
 
     def _on_ready(self, replica: RouterReplica) -> None:
         if replica.address is None:
+            self._replicas.on_restarted(replica)
             self._place_waiting()
         else:
             replica.is_started = True  # also after it has refused its first connection

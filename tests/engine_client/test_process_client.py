@@ -465,6 +465,27 @@ async def test_restart_without_a_new_memory_file_is_retried(
         await client.close()
 
 
+async def test_reload_after_a_change_of_weight_files_has_another_folder_of_blocks(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The server saves conversations there."""
+    model = write_checkpoint(tmp_path / "model")
+    client = make_client(model, fork_server, kv_cache_dir=str(tmp_path / "kv"))
+    folders: list[str] = []
+    await client.start()
+    try:
+        for _ in range(2):
+            assert client.info is not None and client.info.kv_files is not None
+            folders.append(client.info.kv_files.folder)
+            for path in model.glob("*.safetensors"):
+                os.utime(path, (1e9, 1e9))
+            async for _ in client.reload():
+                pass
+    finally:
+        await client.close()
+    assert set(folders) == {path.name for path in tmp_path.glob("kv/model-*")} and len(set(folders)) == 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
 async def test_close_does_not_wait_for_a_hung_engine(

@@ -30,7 +30,7 @@ from foreword.errors import (
     Overloaded,
     RequestFailed,
 )
-from foreword.planning.resolve import EngineInfo
+from foreword.planning.resolve import EngineInfo, KVFiles
 from foreword.utils.logging import log_model
 from tests.support.fakes import engine_info
 from tests.support.waiting import wait_until_async
@@ -531,6 +531,24 @@ async def test_failing_callbacks_lose_no_event() -> None:
     engine.recover()
     engine.step("2~1", LENGTH)
     assert isinstance(caller.last, TokenEvent) and len(caller.token_ids) == LENGTH
+    await client.close()
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_folder_of_kv_blocks_is_that_of_the_last_engine(num_engines: int) -> None:
+    client, engines = await start(num_engines)
+
+    def restart(kv_files: KVFiles | None) -> KVFiles | None:
+        """Returns what the server knows then."""
+        assert engines[-1].info is not None and client.info is not None
+        engines[-1].crash()
+        engines[-1].info = replace(engines[-1].info, kv_files=kv_files)
+        engines[-1].recover()
+        return client.info.kv_files
+
+    kv_files = KVFiles("folder", bytes(16), 64, None)
+    assert restart(kv_files) == kv_files
+    assert restart(None) == (None if num_engines == 1 else kv_files), "another one may still have it"
     await client.close()
 
 
