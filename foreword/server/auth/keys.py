@@ -62,11 +62,7 @@ class KeyPermissions:
     admin: bool = False
     models: tuple[str, ...] | None = None  # None: all
     priority: int | None = None  # best allowed; None: any
-
-    @property
-    def slot_owner(self) -> str:
-        """Namespace of the names of slots; it outlives the server, and another key has another one."""
-        return self.cache_salt or f"key {self.fairness_key}"
+    slot_owner: str = ""  # namespace of slots and their names, which outlive the server; "" without keys
 
     def may_use(self, names: Sequence[str]) -> bool:
         """Whether the key may use the model with these names: one name in the key file allows all of them."""
@@ -172,8 +168,9 @@ class Keyring:
         key = self._keys[matches.index(True)]
         if key.expires is not None and self._now() >= key.expires:
             raise ExpiredKey("the API key has expired")
-        salt = "" if self._share_prefix_cache else hashlib.sha256(key.digest).hexdigest()[:16]
-        return KeyPermissions(key.name, salt, self._meters[key.name], key.admin, key.models, key.priority)
+        owner, rights = hashlib.sha256(key.digest).hexdigest()[:16], (key.admin, key.models, key.priority)
+        salt = "" if self._share_prefix_cache else owner
+        return KeyPermissions(key.name, salt, self._meters[key.name], *rights, owner)
 
     def check_engine_key(self, secret: bytes | None) -> None:
         """Raises Unauthorized for another key than the engine's, in a time that depends on neither."""

@@ -274,6 +274,14 @@ def test_replaced_key_has_its_own_prefix_cache(tmp_path: Path) -> None:
     assert Keyring(None, path, True).identify(b"two").cache_salt == ""
 
 
+@pytest.mark.parametrize("share_prefix_cache", [False, True])
+def test_saved_names_belong_to_the_key_and_not_to_its_position(share_prefix_cache: bool) -> None:
+    first, second = (Keyring(keys, None, share_prefix_cache, salt=b"s" * 16) for keys in ("a,b", "b,a,c"))
+    owners = {key: first.identify(key).slot_owner for key in (b"a", b"b")}
+    assert owners == {key: second.identify(key).slot_owner for key in owners}
+    assert len({*owners.values(), second.identify(b"c").slot_owner, ""}) == 4
+
+
 def test_keys_of_the_command_line_find_blocks_on_disk_again(tmp_path: Path) -> None:
     """Their namespace depends on a salt that is stored with the blocks, not on the process."""
     folders = [tmp_path / "a" / "kv", tmp_path / "a" / "kv", tmp_path / "b"]
