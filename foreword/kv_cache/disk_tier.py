@@ -33,6 +33,7 @@ MAX_QUEUED_WRITES: Final = 1 << 15  # blocks; more are not written
 MAX_STAGED_BYTES: Final = 64 << 20  # images that are read and not yet in a block
 WRITE_PAUSE_S: Final = 10.0  # after a write that failed
 SWEEP_SHARE: Final = 16  # a sweep follows after 1/16 of the limit was written: other engines write too
+MIN_SWEEP_SHARE: Final = 128  # and not before 1/128: what it could not remove may leave no room
 CLOSE_TIMEOUT_S: Final = 5.0  # limits the writes at the end of an engine
 REFRESH_S: Final = 1.0  # interval at which an idle thread looks for files that have come or gone
 REFRESH_SHARE: Final = 0.05  # of the thread's time at most
@@ -127,6 +128,7 @@ class DiskTier:
         self._next_refresh_s = 0.0
         self._clock = clock
         self._counts = _Counts()
+        self._problems: set[str] = set()  # that were logged
         self._writes: deque[QueuedWrite] = deque()
         self._reads: deque[ReadJob] = deque()
         self._forgotten: deque[bytes] = deque()  # hashes whose files are to be removed
@@ -267,8 +269,7 @@ class DiskTier:
         try:
             pool.files.write(digest, image)
         except OSError as error:
-            level = logging.DEBUG if self._counts.write_errors else logging.WARNING
-            logger.log(level, "engine: a KV block cannot be written to disk: %s", error.strerror or error)
+            self._warn("a KV block cannot be written to disk", error)
             self._counts.write_errors += 1
             self._next_write_s = self._clock() + WRITE_PAUSE_S
             return
@@ -278,18 +279,22 @@ class DiskTier:
         self._unswept_bytes += pool.files.file_bytes
         self._next_write_s = started_s + pool.files.file_bytes / WRITE_BYTES_PER_S
         room = self._max_bytes - self._stored_bytes
-        if self._unswept_bytes > min(room, self._max_bytes // SWEEP_SHARE):
+        interval = max(min(room, self._max_bytes // SWEEP_SHARE), self._max_bytes // MIN_SWEEP_SHARE)
+        if self._unswept_bytes > interval:
             self._sweep()
 
     def _sweep(self) -> None:
         stored_bytes, self._unswept_bytes = self._stored_bytes + self._unswept_bytes, 0
         try:
             self._stored_bytes = sweep(self._root, self._max_bytes)
+            if self._stored_bytes > self._max_bytes:
+                reason = "they cannot be removed, or another engine removes them now"
+                self._warn("the KV cache's directory has files beyond --kv-cache-disk", reason)
             if self._stored_bytes < stored_bytes:  # blocks that were removed may be written again
                 for pool in self._pools:
                     pool.on_disk = pool.files.digests()
         except OSError as error:
-            logger.warning("engine: the KV cache's directory cannot be swept: %s", error.strerror or error)
+            self._warn("the KV cache's directory cannot be swept", error)
 
     def _refresh(self) -> None:
         """Find files that other engines have written, and write those again that were deleted."""
@@ -302,9 +307,16 @@ class DiskTier:
             if any(cached.values()):
                 self._write_again(cached)
         except OSError as error:
-            logger.warning("engine: the KV cache's directory cannot be read: %s", error.strerror or error)
+            self._warn("the KV cache's directory cannot be read", error)
         seconds = self._clock() - started_s
         self._next_refresh_s = started_s + max(REFRESH_S, seconds / REFRESH_SHARE)
+
+    def _warn(self, problem: str, reason: OSError | str) -> None:
+        """Warn once: a problem may come back each second."""
+        level = logging.DEBUG if problem in self._problems else logging.WARNING
+        self._problems.add(problem)
+        reason = reason.strerror or str(reason) if isinstance(reason, OSError) else reason
+        logger.log(level, "engine: %s: %s", problem, reason)
 
     def _write_again(self, gone: Mapping[PooledFiles, Sequence[bytes]]) -> None:
         """Queue blocks whose files are gone. In a full directory a sweep has removed them: they stay away."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -208,6 +210,47 @@ def test_blocks_that_a_sweep_removed_are_written_again(tmp_path: Path) -> None:
     cache.wait()
     assert digest in cache.pooled.files.digests()
     cache.tier.close()
+
+
+def test_files_that_cannot_be_removed_cost_few_sweeps_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, sweeps = Cache(tmp_path, max_bytes=1 << 16), count()
+    other = BlockFiles(tmp_path / f"other-{bytes(16).hex()}" / "blocks", bytes(16), 1 << 16)
+    other.write(bytes(16), bytes(1 << 16))
+    unlink, sweep = os.unlink, disk_tier.sweep
+
+    def fail(path: str) -> None:
+        if "other" in path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    monkeypatch.setattr(disk_tier, "sweep", lambda *args: (next(sweeps), sweep(*args))[1])
+    cache.tier.start([cache.pooled])
+    for number in range(100):
+        cache.fill(number)
+        cache.wait()
+    cache.tier.close()
+    num_bytes = cache.tier.stats(0, 0.0).written_bytes
+    assert num_bytes == 100 * cache.pooled.files.file_bytes
+    assert 1 < next(sweeps) <= num_bytes // ((1 << 16) // disk_tier.MIN_SWEEP_SHARE) + 1
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "files beyond --kv-cache-disk: they cannot be removed" in warning
+
+
+def test_directory_that_cannot_be_read_is_told_once(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_tier, "REFRESH_S", 0.01)
+    (blocks,) = tmp_path.glob("model-*/blocks")
+    blocks.rmdir()
+    blocks.write_bytes(b"")
+    caplog.set_level("DEBUG")
+    cache.tier.start([cache.pooled])
+    wait_until(lambda: len(caplog.records) > 3)
+    assert [record.levelname for record in caplog.records[:3]] == ["WARNING", "DEBUG", "DEBUG"]
+    assert "the KV cache's directory cannot be read: Not a directory" in caplog.text
 
 
 def test_files_deleted_by_hand_are_written_again(cache: Cache, tmp_path: Path) -> None:
