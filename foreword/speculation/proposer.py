@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
@@ -20,6 +21,7 @@ from foreword.speculation.plugin import DrafterAdapter, summarize_error
 
 Result = TypeVar("Result")
 NO_PREFILL = PrefillLoad()
+SURE_TOKENS, SURE_PROB = 8, 0.5  # a draft with which `text` is not asked
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +195,10 @@ class Proposer:
         proposals = list(by_index.values())
         for drafter in self.drafters:
             if self.policy.may_propose(drafter.name, load):
-                self._collect_drafts(drafter, self._proposals_for(drafter, proposals))
+                asked = self._proposals_for(drafter, proposals)
+                if isinstance(drafter, TextDrafter):
+                    asked = [proposal for proposal in asked if not any(map(_is_sure, proposal.drafts))]
+                self._collect_drafts(drafter, asked)
                 if drafter.name in self._seconds:
                     self.policy.record_proposing(drafter.name, self._seconds.pop(drafter.name))
         for model in self.model_drafters:
@@ -293,14 +298,17 @@ class Proposer:
         )
 
     def _call(self, drafter: EngineDrafter, call: Callable[[], Result]) -> Result | None:
-        """A call of a drafter; None after an error. The time of a public drafter is measured."""
-        if not isinstance(drafter, DrafterAdapter):
+        """A call of a drafter; None after an error. The time is measured of those that must earn it."""
+        is_plugin = isinstance(drafter, DrafterAdapter)
+        if not is_plugin and not (isinstance(drafter, TextDrafter) and drafter.is_prepared):
             return self._catch(drafter.name, call)
-        self.on_plugin(drafter.name)
+        if is_plugin:
+            self.on_plugin(drafter.name)
         started = self._clock()
         result = self._catch(drafter.name, call)
         self._seconds[drafter.name] += self._clock() - started
-        self.on_plugin(None)
+        if is_plugin:
+            self.on_plugin(None)
         return result
 
     def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:
@@ -320,3 +328,9 @@ class Proposer:
                     exc_info=logger.isEnabledFor(logging.DEBUG),
                 )
             return None
+
+
+def _is_sure(draft: Draft) -> bool:
+    """Whether a draft is long, and likely right: another lookup would cost more than it could add."""
+    confidence = draft.confidence[:SURE_TOKENS]
+    return len(confidence) == SURE_TOKENS and math.prod(confidence) >= SURE_PROB

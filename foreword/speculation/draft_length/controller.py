@@ -53,10 +53,10 @@ CALL_COST_ALPHA = 1 / 8
 
 
 class DrafterAccount:
-    """Time that a plugged-in drafter may take, in model seconds: it may spend what it earns.
+    """Time that a drafter may take, in model seconds: it may spend what it earns.
 
-    It earns the time that its drafts save, and EXPLORATION_SHARE of all time. So a drafter that does not pay
-    takes that share at most, after a trial of TRIAL_STEPS.
+    It earns the time that its drafts save beyond those of others, and EXPLORATION_SHARE of all time. So a
+    drafter that does not pay takes that share at most, after a trial of TRIAL_STEPS.
     """
 
     __slots__ = ("_call_cost", "_trial_cost", "balance")
@@ -83,17 +83,18 @@ class DrafterAccount:
         self.balance = min(self.balance + saved, max(self._trial_cost, MAX_SAVED_CALLS * self._call_cost))
 
 
-class PluginAccounts:
-    """The accounts of all plugged-in drafters, and what they take and propose in this step."""
+class DrafterAccounts:
+    """The accounts of drafters that must earn their time, and what they take and propose in this step."""
 
     def __init__(self, drafters: Collection[str], step_cost: float) -> None:
         """step_cost  model seconds of a plain step"""
         self.by_drafter = {drafter: DrafterAccount(step_cost) for drafter in drafters}
         self.cost = 0.0  # cost of proposing in this step
-        self.drafters: dict[str, str] = {}  # plug-ins whose drafts this step verifies, by request id
+        # By request id: whose draft this step verifies, and the share of it that no other has
+        self.verified: dict[str, tuple[str, float]] = {}
 
     def charge(self, drafter: str, cost: float) -> None:
-        """A plug-in was called."""
+        """A drafter was called."""
         self.by_drafter[drafter].charge(cost)
         self.cost += cost
 
@@ -111,7 +112,7 @@ class PluginAccounts:
         plain_cost: float,
         decode_cost: float,
     ) -> None:
-        """Credit plug-ins with what their drafts saved in a step.
+        """Credit drafters with what their drafts saved in a step.
 
         cost, elapsed            of the step without drafting, and with it
         plain_cost, decode_cost  of the step without drafts, and without prefill
@@ -119,10 +120,11 @@ class PluginAccounts:
         saved = dict.fromkeys(self.by_drafter, 0.0)
         num_sampling = summary.num_sampling_requests
         for request in requests:
-            drafter = self.drafters.get(request.state.id)
-            if drafter is not None and request.num_draft_tokens:
-                saved[drafter] += (request.num_emitted - 1) * decode_cost / num_sampling
-                saved[drafter] -= (cost - plain_cost) * request.num_draft_tokens / summary.num_draft_rows
+            drafter, surplus = self.verified.get(request.state.id, ("", 0.0))
+            if drafter and request.num_draft_tokens:
+                gain = (request.num_emitted - 1) * decode_cost / num_sampling
+                gain -= (cost - plain_cost) * request.num_draft_tokens / summary.num_draft_rows
+                saved[drafter] += surplus * gain
         for drafter, account in self.by_drafter.items():
             account.earn(saved[drafter], elapsed, decode_cost)
 
@@ -135,10 +137,10 @@ class DraftLengthController(Policy):
         calibration: Calibration,
         max_tokens: int,
         pass_costs: Mapping[str, PassCost] | None = None,
-        plugins: Collection[str] = (),
+        earning: Collection[str] = (),
         max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
     ) -> None:
-        """plugins       drafters whose time must be earned by their drafts
+        """earning  drafters whose time must be earned by their drafts
         max_slowdown  share of its time that a request may lose to drafts of others
         """
         self._max_tokens = max_tokens
@@ -152,7 +154,7 @@ class DraftLengthController(Policy):
         self.next_step = NextStep(model, self.ledger)
         self.backoff = Backoff()
         self.exploration = Exploration(model, self.next_step)
-        self.plugins = PluginAccounts(plugins, model.step_costs.cost_of(StepShape(1, 1)))
+        self.accounts = DrafterAccounts(earning, model.step_costs.cost_of(StepShape(1, 1)))
         planned = model, acceptance, self.next_step
         self.verify_planner = VerifyPlanner(*planned, self.exploration, self.backoff)
         self.draft_planner = DraftModelPlanner(*planned, self.verify_planner, self.exploration, self.backoff)
@@ -191,7 +193,7 @@ class DraftLengthController(Policy):
         request, step = self.requests[state.id], self.next_step
         request.context_len = len(state.tokens)
         if not step.requests:
-            step.draft_cost = self.plugins.cost = 0.0  # the last step was not recorded
+            step.draft_cost = self.accounts.cost = 0.0  # the last step was not recorded
         step.requests.append(request)
         if self.cost_model.watchdog.pause_steps:
             self._count_no_draft(request, BASELINE_STEP)
@@ -206,12 +208,12 @@ class DraftLengthController(Policy):
         if drafter in self._model_drafters:
             is_asked = not self.draft_planner.backs_off(drafter, len(self.requests))
             return is_asked and not self._wants_baseline(load)
-        account = self.plugins.by_drafter.get(drafter)
+        account = self.accounts.by_drafter.get(drafter)
         return account is None or (account.can_afford_call and not self._wants_baseline(load))
 
     def record_proposing(self, drafter: str, seconds: float) -> None:
-        if drafter in self.plugins.by_drafter:
-            self.plugins.charge(drafter, seconds / self.cost_model.drift)
+        if drafter in self.accounts.by_drafter:
+            self.accounts.charge(drafter, seconds / self.cost_model.drift)
 
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
@@ -227,7 +229,7 @@ class DraftLengthController(Policy):
         base_step = self.next_step.base(load)
         candidates = self._find_candidates(proposals, self._wants_baseline(load))
         selection, reason, num_paid = Selection(()), NOT_WORTH_IT, 0.0
-        self.plugins.drafters.clear()
+        self.accounts.verified.clear()
         if candidates:
             selection, reason = self.verify_planner.select(candidates, base_step)
             num_paid = self.verify_planner.num_proposals_paid(
@@ -271,8 +273,8 @@ class DraftLengthController(Policy):
         num_paid = candidate.expected_tokens[draft_len] * num_paid_per_token
         self.backoff.record_hit(candidate.request, num_paid)
         self._length_counts[draft.drafter][draft_len] += 1
-        if draft.drafter in self.plugins.by_drafter:
-            self.plugins.drafters[candidate.request.state.id] = draft.drafter
+        if draft.drafter in self.accounts.by_drafter:
+            self.accounts.verified[candidate.request.state.id] = draft.drafter, candidate.surplus
         if draft_len == len(draft.token_ids):
             return draft
         return Draft(draft.token_ids[:draft_len], draft.drafter, draft.confidence[:draft_len])
@@ -311,31 +313,31 @@ class DraftLengthController(Policy):
         reason = BASELINE_STEP if self.cost_model.watchdog.pause_steps else BACKOFF
         self._no_draft_counts[reason] += num_requests
         self.cost_model.watchdog.record_skipped(num_steps)
-        self.plugins.record_skipped(num_steps, self._last_plain_cost)
+        self.accounts.record_skipped(num_steps, self._last_plain_cost)
 
     # Completed steps
 
     def record_step(self, step_record: StepRecord) -> None:
-        model, plugins, requests = self.cost_model, self.plugins, step_record.requests
+        model, accounts, requests = self.cost_model, self.accounts, step_record.requests
         summary = model.summarize(requests, self.next_step.sampler_classes)
         has_prefill = not summary.is_decode_only
         plain_cost = self._last_plain_cost = model.plain_cost(summary.plain_shape, has_prefill)
-        proposing = plugins.cost + self.backoff.proposal_cost
+        proposing = accounts.cost + self.backoff.proposal_cost
         cost, drafting = model.record_step(
             summary, step_record.seconds_by_stage, self.next_step.draft_cost, proposing
         )
         if self._last_was_empty:
             overlap_loss = 1.0 - model.overlap_ratio(has_prefill)
-            proposing = max(drafting - plugins.cost, 0.0)
+            proposing = max(drafting - accounts.cost, 0.0)
             self.backoff.record_cost(proposing, proposing / cost + overlap_loss)
             self._last_was_empty = False  # a prompt's step may follow, without a select()
         count = summary.num_sampling_requests
         # accepted tokens save decode steps, which have no prefill
         decode_cost = model.decode_cost(count) if has_prefill and count else plain_cost
         elapsed = cost + drafting
-        if plugins.by_drafter:
-            plugins.record_step(requests, summary, cost, elapsed, plain_cost, decode_cost)
-        self.next_step.draft_cost = plugins.cost = 0.0
+        if accounts.by_drafter:
+            accounts.record_step(requests, summary, cost, elapsed, plain_cost, decode_cost)
+        self.next_step.draft_cost = accounts.cost = 0.0
         self.ledger.record_step(requests, plain_cost, decode_cost, elapsed)
         self.exploration.budget.earn(elapsed * model.drift)
 

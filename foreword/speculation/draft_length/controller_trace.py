@@ -43,16 +43,16 @@ class RecordingController(DraftLengthController):
         calibration: Calibration,
         max_tokens: int,
         pass_costs: Mapping[str, PassCost] | None = None,
-        plugins: Collection[str] = (),
+        earning: Collection[str] = (),
         max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
     ) -> None:
-        super().__init__(calibration, max_tokens, pass_costs, plugins, max_slowdown)
+        super().__init__(calibration, max_tokens, pass_costs, earning, max_slowdown)
         curves = [*calibration.all_rows_sampled.items()], [*calibration.one_row_sampled.items()]
         contexts = calibration.context_cost_first_row, calibration.context_cost_extra_row
         costs = [*curves, *contexts, calibration.request_cost]
         passes = {name: [*cost.seconds.items()] for name, cost in (pass_costs or {}).items()}
         one_pass = {name: cost.one_pass for name, cost in (pass_costs or {}).items() if cost.one_pass}
-        options = (list(plugins), max_slowdown, one_pass)
+        options = (list(earning), max_slowdown, one_pass)
         self._trace = trace.TraceWriter(path, costs, max_tokens, passes, *options)
         for name in TRACED:
             setattr(self, name, self._trace.traced(name, getattr(self, name), _encode))
@@ -106,7 +106,7 @@ class _Replayer:
         costs: Sequence[Any],
         max_tokens: int,
         pass_seconds: Mapping[str, Any],
-        plugins: Sequence[str],
+        earning: Sequence[str],
         max_slowdown: float,
         one_pass: Mapping[str, Sequence[int]],
     ) -> None:
@@ -116,7 +116,7 @@ class _Replayer:
             {name: OnePass(*figures) for name, figures in one_pass.items()},
         )
         calibration = Calibration(dict(all_sampled), dict(one_sampled), *others)
-        self.controller = DraftLengthController(calibration, max_tokens, passes, plugins, max_slowdown)
+        self.controller = DraftLengthController(calibration, max_tokens, passes, earning, max_slowdown)
         self.states: dict[str, RequestState] = {}
         self.record_proposing = self.controller.record_proposing
         self.num_steps_to_skip = self.controller.num_steps_to_skip

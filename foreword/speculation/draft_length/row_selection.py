@@ -28,6 +28,7 @@ class Candidate:
     prefix_probs: Sequence[float]  # acceptance probability of each token
     gains: Sequence[float]  # the same minus row_cost, in tokens
     row_cost: float = 0.0  # model seconds of the context and the sampling of a row of this request
+    surplus: float = 1.0  # share of the expected tokens that no draft of another drafter has
     expected_tokens: Sequence[float] = field(init=False)  # accepted of the first 0, 1, ... tokens
 
     def __post_init__(self) -> None:

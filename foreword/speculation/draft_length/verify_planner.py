@@ -40,16 +40,21 @@ class VerifyPlanner:
     def best_candidate(self, index: int, request: TrackedRequest, drafts: Sequence[Draft]) -> Candidate:
         """The draft of proposal `index` with the most expected tokens; without gains it pays at no price."""
         best, best_probs = drafts[0], self._prefix_probs(request, drafts[0])
+        most, second = sum(best_probs), 0.0
         for draft in drafts[1:]:
             probs = self._prefix_probs(request, draft)
-            if sum(probs) > sum(best_probs):
-                best, best_probs = draft, probs
+            expected = sum(probs)
+            if expected > most:
+                best, best_probs, most, second = draft, probs, expected, most
+            else:
+                second = max(second, expected)
         # tokens that plain decoding would yield in the time of the request's own cost per row
         row_cost = self._cost_model.step_costs.context_cost(request.context_len)
         row_cost += self._next_step.extra_sampling_cost(request)
         price = self._token_rate * row_cost
         gains = [prob - price for prob in best_probs if prob > price] if price else best_probs
-        return Candidate(index, request, best, best_probs, gains, row_cost)
+        surplus = 1.0 - second / most if second else 1.0
+        return Candidate(index, request, best, best_probs, gains, row_cost, surplus)
 
     def select(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
         """Draft lengths of all candidates, and the reason of the rejected ones."""

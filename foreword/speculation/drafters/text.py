@@ -115,6 +115,11 @@ class TextDrafter:
             self._index = TextIndex(self._library, vocabulary)
             self._tokenizer_json, self._tokens = vocabulary.tokenizer, vocabulary.tokens
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether no call will parse the tokenizer."""
+        return not self._tokenizer_json
+
     def prepare(self) -> None:
         """Parse the tokenizer once: 150,000 tokens take 0.4 s. Nothing is drafted if it fails."""
         if self._tokenizer_json:

@@ -61,7 +61,7 @@ def simulate(
     server.hosts = server.hosts if suffix_chance is not None else []
     if call_steps is not None:
         server.hosts.append(DrafterAdapter("own", plugin, 2))
-    policy = DraftLengthController(server.machine.calibration(), 32, plugins=["own"])
+    policy = DraftLengthController(server.machine.calibration(), 32, earning=["own"])
     return server.run(policy), plugin.num_calls
 
 
@@ -138,7 +138,7 @@ def test_decisions_on_plugins_can_be_replayed(tmp_path: Path) -> None:
 
 def test_token_accepted_beside_a_prompt_saves_a_decode_step_only() -> None:
     """Not a step of the prompt's length, which plain decoding would run once too."""
-    controller = DraftLengthController(GPU.calibration(), 8, plugins=["own"])
+    controller = DraftLengthController(GPU.calibration(), 8, earning=["own"])
     states = [RequestState(Request(name, (1,) * 8, SamplingParams(), 0), 0, 100) for name in "ab"]
     for state in states:
         controller.start(state)
@@ -150,6 +150,28 @@ def test_token_accepted_beside_a_prompt_saves_a_decode_step_only() -> None:
     assert controller.select([proposal], load) == proposal.drafts
     served = RequestStep(states[0], 1, 1, True, 2, 9), RequestStep(states[1], 960, 0, False, 0, 960)
     controller.record_step(StepRecord(served, {"forward": 10 * STEP}))
-    (account,) = controller.plugins.by_drafter.values()
+    (account,) = controller.accounts.by_drafter.values()
     debt = TRIAL_STEPS * STEP
     assert account.balance == pytest.approx(STEP - debt, abs=0.2 * STEP)
+
+
+@pytest.mark.parametrize(("others", "credit"), [((), 1.0), ((0.9, 0.9), 0.5), ((0.9,) * 4, 0.0)])
+def test_tokens_that_another_drafter_has_too_earn_nothing(others: tuple[float, ...], credit: float) -> None:
+    """Four tokens were right; the share of them that only this drafter proposed counts."""
+    controller = DraftLengthController(GPU.calibration(), 8, earning=["own"])
+    state = RequestState(Request("a", (1,) * 8, SamplingParams(), 0), 0, 100)
+    controller.start(state)
+    (account,) = controller.accounts.by_drafter.values()
+    drafts = [Draft((1,) * 4, "own", (0.9,) * 4), Draft((1,) * len(others), "suffix", others)]
+    chosen = None
+    while chosen is None:  # some steps measure plain decoding
+        account.balance = 0.0
+        controller.max_draft_len(state)
+        proposal = Proposal(DraftRequest(state, 4), drafts[: 1 + bool(others)])
+        (chosen,) = controller.select([proposal], PrefillLoad())
+        num_drafted = 4 if chosen else 0
+        served = RequestStep(state, 1, num_drafted, True, 1 + num_drafted, 9)
+        controller.record_step(StepRecord((served,), {"forward": STEP}))
+    assert chosen == drafts[0]
+    earned = account.balance - EXPLORATION_SHARE * STEP
+    assert earned == pytest.approx(credit * 4 * STEP, abs=0.3 * STEP)
