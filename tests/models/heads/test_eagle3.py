@@ -246,6 +246,13 @@ def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(
         read_head_info(bed.path, bed.model)
 
 
+def test_mask_token_without_parallel_drafting_has_no_effect(tmp_path: Path) -> None:
+    bed = make_bed(tmp_path, LAYOUTS["original"])
+    change_config(bed.path, parallel_drafting=False, pard_token=5)
+    info = read_head_info(bed.path, bed.model)
+    assert info.architecture == "eagle3" and info.draft_tokens_per_pass == 1
+
+
 def test_borrowed_embedding_needs_the_hidden_size_of_the_target(tmp_path: Path) -> None:
     bed = make_bed(tmp_path, LAYOUTS["original"])
     config = {**json.loads((bed.path / "config.json").read_text()), "hidden_size": 32, "head_dim": 8}
