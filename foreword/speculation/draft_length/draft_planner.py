@@ -253,8 +253,11 @@ def rank_plans(
     plans: list[DraftModelPlan] = []
     for count in _group_sizes(len(ranked)):
         group = _RequestGroup(ranked[:count])
-        best, longest = 0.0, len(group.expected_tokens)
-        for length in (*(each for each in DRAFT_LENGTHS if each < longest), *[longest][:longest]):
+        longest = len(group.expected_tokens)
+        if not longest:
+            continue
+        best = 0.0
+        for length in (*(each for each in DRAFT_LENGTHS if each < longest), longest):
             draft_rows = base_rows - group.base_rows + count * length
             if draft_rows >= len(costs):
                 break
