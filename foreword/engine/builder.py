@@ -477,7 +477,7 @@ class EngineBuilder:
     def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
         passes = PassCost.by_drafter(timings.pass_seconds, timings.one_pass)
         max_tokens, max_slowdown = self.resolved.num_speculative_tokens, self.config.max_request_slowdown
-        earning = (*self.plugins, *({"text"} & {*self.resolved.drafters}))
+        earning = [name for name in (*self.plugins, "text") if name in self.resolved.drafters]
         options = (timings.calibration, max_tokens, passes, earning, max_slowdown)
         if self.config.trace is None:
             return DraftLengthController(*options)

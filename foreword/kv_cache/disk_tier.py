@@ -36,8 +36,8 @@ SWEEP_SHARE: Final = 16  # a sweep follows after 1/16 of the limit was written: 
 MIN_SWEEP_SHARE: Final = 128  # and not before 1/128: what it could not remove may leave no room
 CLOSE_TIMEOUT_S: Final = 5.0  # limits the writes at the end of an engine
 REFRESH_S: Final = 1.0  # interval at which an idle thread looks for files that have come or gone
-REFRESH_SHARE: Final = 0.05  # of the thread's time at most
-REWRITE_SHARE: Final = 0.75  # of the limit; less than a sweep leaves: swept blocks are not written again
+REFRESH_SHARE: Final = 0.05  # largest share of the thread's time
+REWRITE_SHARE: Final = 0.75  # share of the limit; a sweep leaves more: swept blocks are not written again
 MIN_JUDGED_S: Final = 0.02  # reading time from which a job's speed is judged
 
 

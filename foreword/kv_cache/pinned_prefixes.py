@@ -35,9 +35,9 @@ from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 NAME_PATTERN: Final = re.compile(r"\w[\w.@+=~-]{0,127}", re.ASCII)
 MAX_PINS_PER_OWNER: Final = 64
 MAX_PINS: Final = 1024  # of a namespace
-MAX_BLOCKS_PER_OWNER: Final = 1 << 17  # of all its pins in sum; each save looks at all files that are pinned
-MAX_QUIET_S: Final = 2.0  # without a further block on disk; an engine looks for deleted files each second
-MAX_WAIT_S: Final = 5.0  # for all blocks
+MAX_BLOCKS_PER_OWNER: Final = 1 << 17  # sum over all its pins; each save looks at all files that are pinned
+MAX_QUIET_S: Final = 2.0  # no further block on disk; an engine looks for deleted files each second
+MAX_WAIT_S: Final = 5.0  # limit for all blocks
 POLL_S: Final = 0.02
 
 
@@ -58,7 +58,7 @@ class PinnedPrefixes:
         self,
         folder: Path,
         blocks: BlockFiles,
-        states: BlockFiles | None,  # of a model that has some
+        states: BlockFiles | None,  # None: the model has none
         max_bytes: int,
     ) -> None:
         """folder  that of the model's namespace

@@ -77,7 +77,7 @@ class ModelInfo:
     is_head: bool = False  # a trained head, which reads hidden states of another model
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
     draft_tokens_per_pass: int = 1  # of a trained head
-    draft_extra_rows: int = 0  # of such a pass, beyond one for each token
+    draft_extra_rows: int = 0  # rows of such a pass beyond one for each token
 
     @property
     def active_parameters(self) -> int:

@@ -29,7 +29,7 @@ class OnePass(NamedTuple):
     """A pass that drafts all tokens of a request, with a row for each."""
 
     max_tokens: int
-    extra_rows: int  # of a request, without a draft token
+    extra_rows: int  # rows of a request without a draft token
 
     @property
     def max_rows(self) -> int:

@@ -138,7 +138,7 @@ class ConfigReader:
         return ConfigReader({key: value}, self.source).get_int(key, high=high)
 
     def get_float(self, key: str, default: Any = MISSING, allows_zero: bool = False) -> float:
-        """A positive number, or 0."""
+        """A positive number; with allows_zero also 0."""
         value = self.get(key, default)
         if allows_zero and _is_number(value) and value == 0:
             return 0.0

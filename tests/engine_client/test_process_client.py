@@ -465,7 +465,7 @@ async def test_restart_without_a_new_memory_file_is_retried(
         await client.close()
 
 
-async def test_reload_after_a_change_of_weight_files_has_another_folder_of_blocks(
+async def test_reload_with_changed_weights_has_another_folder(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """The server saves conversations there."""

@@ -212,7 +212,7 @@ def test_blocks_that_a_sweep_removed_are_written_again(tmp_path: Path) -> None:
     cache.tier.close()
 
 
-def test_files_that_cannot_be_removed_cost_few_sweeps_and_one_warning(
+def test_undeletable_files_cost_few_sweeps_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, sweeps = Cache(tmp_path, max_bytes=1 << 16), count()

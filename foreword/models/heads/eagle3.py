@@ -70,7 +70,7 @@ class Eagle3Config:
     norm_before_fc: bool = False  # one norm over all layers together
     fc_norm: bool = False  # a norm for each layer
     norm_output: bool = False  # the recycled hidden state is normalized (EAGLE-3.1)
-    parallel: ParallelDraft | None = None  # of P-EAGLE
+    parallel: ParallelDraft | None = None  # P-EAGLE has it
 
     @classmethod
     def read(cls, config: ConfigReader) -> Eagle3Config:

@@ -90,7 +90,7 @@ class DrafterAccounts:
         """step_cost  model seconds of a plain step"""
         self.by_drafter = {drafter: DrafterAccount(step_cost) for drafter in drafters}
         self.cost = 0.0  # cost of proposing in this step
-        # By request id: whose draft this step verifies, and the share of it that no other has
+        # Whose draft this step verifies, and the share of it that no other has, by request id
         self.verified: dict[str, tuple[str, float]] = {}
 
     def charge(self, drafter: str, cost: float) -> None:

@@ -51,7 +51,7 @@ class MeasuredCosts:
 
     calibration: Calibration
     pass_seconds: Mapping[str, Mapping[int, float]]  # by model-based drafter and number of rows
-    one_pass: Mapping[str, OnePass] = field(default_factory=dict)  # of those that draft so
+    one_pass: Mapping[str, OnePass] = field(default_factory=dict)  # by drafter, if it drafts so
 
 
 class CostCurve:

@@ -228,7 +228,8 @@ class EagerDraftLoop:
             places = [(draft, start, i) for draft, start in at_once for i in range(draft.job.max_tokens)]
             chosen = torch.tensor([start + i for _, start, i in places], device=logits.device)
             rows = [SampleRow(draft.request.state, (0,) * i) for draft, _, i in places]
-            for (draft, _, _), sample in zip(places, self._sample_rows(logits[chosen], rows), strict=True):
+            samples = self._sample_rows(logits[chosen] if active else logits, rows)
+            for (draft, _, _), sample in zip(places, samples, strict=True):
                 if not draft.is_done:
                     draft.append(*sample)
         while active:  # token after token: penalties and grammars read those before

@@ -65,7 +65,7 @@ class HeadDrafter:
         self._strip_size = num_strip_blocks(head, max_draft_len, kv.block_size)
         # A draft has two known tokens before it, and one of the target's behind it
         self._max_draft_len = max(min(max_draft_len, max_len - 3), 1)
-        self._num_timed_tokens = min(2, max_len - 1)  # known ones
+        self._num_timed_tokens = min(2, max_len - 1)  # known tokens of a timed draft
         self._has_fixed_position = head.has_fixed_position
         self.one_pass: OnePass | None = None
         self._parallel, self._mask_slot = head.parallel, None
@@ -109,7 +109,7 @@ class HeadDrafter:
         """
         num_requests, count = num_sampled, min(TIMED_DRAFT_LEN, self._max_draft_len)
         if self._parallel is not None:
-            most = self._parallel.num_rows(self._max_draft_len)  # of a request
+            most = self._parallel.num_rows(self._max_draft_len)  # rows of a request
             num_rows = min(num_rows, MAX_PASS_ROWS // most * most)
             num_requests = -(-num_rows // most)
             count = max(num_rows // num_requests - self._parallel.num_rows(0), 1)

@@ -414,7 +414,7 @@ def _xielu_options(metadata: MetadataReader) -> Options:
 
 def _granite_hybrid_options(metadata: MetadataReader) -> Options:
     """Without experts the MLP has the place of the shared expert."""
-    if metadata.get("rope.scaling.finetuned", True) is not False:  # as in files of Bamba, which has RoPE
+    if metadata.get("rope.scaling.finetuned", True) is not False:  # files of Bamba, which has RoPE
         raise metadata.error("rope.scaling.finetuned", "must be false here: Bamba is not supported")
     inner, hidden = metadata.get_int("ssm.inner_size"), metadata.get_int("embedding_length")
     if inner % hidden:

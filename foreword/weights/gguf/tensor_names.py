@@ -112,7 +112,7 @@ STATE_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-# Without the usual suffix; the file has -exp(A_log). Falcon-H1's norm before the MLP is one of them.
+# Names without the usual suffix; the file has -exp(A_log). Falcon-H1's norm before the MLP is one of them.
 BARE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **{

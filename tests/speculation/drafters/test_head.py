@@ -236,7 +236,7 @@ def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) ->
     run(engine, requests())
 
 
-def test_one_request_with_a_penalty_leaves_others_one_call_of_the_sampler(
+def test_penalty_of_one_request_leaves_others_sampled_at_once(
     trained_block: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its own tokens come one after the other."""
