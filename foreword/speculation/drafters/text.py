@@ -186,7 +186,8 @@ class TextDrafter:
         if at != 0:
             return (), ()
         confidence, before, end = [], 1.0, 0
-        last = len(ids) - (more[-1:] != b'"')  # a word goes on in the last token, unless a value ends there
+        ends_value = more[-1:] in (b'"', b"'")
+        last = len(ids) - (not ends_value)  # a word goes on in the last token
         for index in range(first, last):
             end += len(table[ids[index]])
             product = products[end - 1]

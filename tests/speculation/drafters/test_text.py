@@ -137,6 +137,15 @@ PLACES = {
         f'{CALL}\n{{"name": "edit", "arguments": "{{\\"old\\": \\"',
         lambda text: json.dumps(json.dumps(text)[1:-1])[1:-1],
     ),
+    "Python string": (
+        f"{CALL}[ns.edit(path='a.py', old='",
+        lambda text: repr(text + "\"'")[1:-4],  # both quotes: the outer ones are single
+    ),
+    "Python string in double quotes": ('[edit(old="', lambda text: json.dumps(text)[1:-1]),
+    "JSON in Python": (
+        f'{CALL}[edit(arguments=\'{{"old": "',
+        lambda text: repr(json.dumps(text)[1:-1] + "\"'")[1:-4],
+    ),
     "XML value": (f"{CALL}\n<function=edit>\n<parameter=old>\n", str),
     "fenced code": ("Here it is:\n\n```python\n", str),
     "plain": ("", str),
@@ -174,6 +183,22 @@ def test_new_value_begins_as_the_old_one(drafter: TextDrafter) -> None:
     state = start(drafter, f"{NUMBERED}{END}")
     more = draft(drafter, state, value_call(old))
     assert json.dumps(old)[1:].startswith(more) and more.endswith('"')
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_new_value_of_a_call_in_python_begins_as_the_old_one(drafter: TextDrafter, quote: str) -> None:
+    old = "\n".join(LINES[:2])
+    written = json.dumps(old)[1:-1].replace('"', quote)
+    state = start(drafter, f"{NUMBERED}{END}")
+    more = draft(drafter, state, f"{CALL}[edit(old={quote}{written}{quote}, new={quote}")
+    assert more == written + quote
+
+
+def test_bracket_and_word_begin_a_call_with_a_parenthesis_only(drafter: TextDrafter) -> None:
+    table = "[package]\nname = 'demo'\nversion = '1.0'\n[package.urls]\nhome = 'example.org'\n"
+    state = start(drafter, f"{table}{END}")
+    assert draft(drafter, state, "[package]\nname").startswith(" = 'demo'\nversion = '1.0'\n[package.urls]")
+    assert draft(drafter, state, " = 'demo'\nversion = '1.0'\n[package.urls]").startswith("\nhome = ")
 
 
 def test_new_value_goes_on_behind_a_line_that_differs(drafter: TextDrafter) -> None:
@@ -342,6 +367,8 @@ HOSTILE = {
     "separators": lambda n: "=======\nsome text here\n" * (n // 23),
     "tags": lambda n: "<parameter=a>\nsome words here\n</parameter>\n" * (n // 42),
     "numbers": lambda n: "".join(f"{k}:{k}:" for k in range(n // 12)),
+    "calls": lambda n: "[f('a')]\n[b(\n" * (n // 12),
+    "names in brackets": lambda n: "[name\n[a.b.c\n" * (n // 13),
     "values": lambda n: CALL + "{" + '"a": "some words here",' * (n // 23),
 }
 

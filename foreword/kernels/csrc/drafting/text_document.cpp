@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "drafting/text_index.h"
+
 namespace foreword {
 namespace {
 
@@ -128,17 +130,22 @@ void Document::put_text(int k, uint8_t byte) {
     add_byte(byte);
 }
 
-// JSON begins with { or [ and a string; code that does is read as JSON too, which costs drafts only.
+// JSON begins with { or [ and a string, a call in Python's notation with [name(. Code that does so is read like these
+// too, which costs drafts only.
 void Document::put_held(int k, uint8_t byte) {
     Level& level = levels_[k];
+    const uint8_t before = level.held_length ? level.held[level.held_length - 1] : 0;
     level.held[level.held_length++] = byte;
+    const bool in_name = is_word(before) || (before == '.' && level.held_length > 2);
     const bool is_open = byte == '{' || byte == '[' || is_space(byte);
-    if (is_open && level.held_length < MAX_HELD) return;
+    const bool goes_on = is_word(byte) ? in_name || before == '[' : in_name ? byte == '.' : is_open;
+    if (goes_on && level.held_length < MAX_HELD) return;
     const auto held = level.held;
     const int count = level.held_length;
     level.held_length = 0;
     level.at_start = false;
-    if (byte == '"') {
+    level.is_call = in_name && byte == '(';
+    if (level.is_call || (byte == '"' && !in_name)) {
         finish_line(false);
         level.in_json = true;
         level.nesting = 0;
@@ -153,20 +160,21 @@ void Document::put_held(int k, uint8_t byte) {
 
 void Document::put_structure(int k, uint8_t byte) {
     Level& level = levels_[k];
-    if (byte == '"') {
+    if (byte == '"' || (byte == '\'' && level.is_call)) {
         level.in_string = true;
+        level.quote = byte;
         level.escape_length = 0;
         level.high = 0;
         level.is_key = level.expects_key;
         const bool repeats = !level.is_key && !value_.empty();
         begin_text(k + 1);
         begin_section(repeats);
-    } else if (byte == '{' || byte == '[') {
+    } else if (byte == '{' || byte == '[' || byte == '(') {
         level.objects = level.objects << 1 | (byte == '{');
         level.nesting++;
         level.expects_key = byte == '{';
         value_ = {};
-    } else if (byte == '}' || byte == ']') {
+    } else if (byte == '}' || byte == ']' || byte == ')') {
         level.objects >>= 1;
         if (--level.nesting <= 0) {
             level = Level{};
@@ -188,7 +196,7 @@ void Document::put_string(int k, uint8_t byte) {
         return;
     }
     if (level.high) put_code(k, 0);
-    if (byte != '"') return put(k + 1, byte);
+    if (byte != level.quote) return put(k + 1, byte);
     const int32_t first = section_first_;
     end_text(k + 1);
     depth_ = k;
@@ -347,6 +355,7 @@ Place Document::place() const {
             break;
         }
         if (!level.in_string || level.high) break;
+        place.quotes[k] = level.quote;
         if (level.escape_length) {
             const bool is_last = k == depth_ - 1;
             place.depth = k + 1;

@@ -8,10 +8,10 @@
 
 namespace foreword {
 
-constexpr int MAX_DEPTH = 4;              // of JSON strings in JSON strings
+constexpr int MAX_DEPTH = 4;              // of strings in strings
 constexpr int32_t MAX_LINE = 1024;        // bytes; a longer line is several, joined
 constexpr int32_t MAX_TEXT = 1 << 19;     // bytes of a document; beyond, its older half is forgotten
-constexpr int32_t MAX_HELD = 24;          // bytes that decide whether JSON begins
+constexpr int32_t MAX_HELD = 72;          // bytes that decide whether JSON or a call begins: a bracket and a function's name
 constexpr uint8_t BARRIER = 0;            // in the text, before each section: nothing matches across it
 
 struct Line {
@@ -32,7 +32,8 @@ struct LineRange {
 
 // Where the text ends: what a draft has to continue.
 struct Place {
-    int depth = 0;            // JSON strings around it
+    int depth = 0;            // strings around it
+    std::array<uint8_t, MAX_DEPTH> quotes{};  // of these, outermost first
     bool is_text = false;     // false: JSON structure, or undecided
     bool is_diff = false;     // each line begins with a mark
     bool is_prose = false;    // in no call and no fenced code
@@ -78,6 +79,8 @@ public:
 private:
     struct Level {
         bool in_json = false, in_string = false, is_key = false, expects_key = false, at_start = true;
+        bool is_call = false;  // [name(argument='text')]: strings as Python writes them
+        uint8_t quote = '"';   // of the string
         int nesting = 0;
         uint64_t objects = 0;  // a bit for each container around: 1 for an object
         std::array<uint8_t, 8> escape{};

@@ -295,15 +295,15 @@ void TextFollower::emit(uint8_t byte, float probability) {
     draft_.probability.push_back(probability);
 }
 
-// The byte as JSON strings around it write it.
+// The byte as the strings around it write it.
 void TextFollower::emit_escaped(uint8_t byte, int depth, float probability) {
     if (depth == 0) return emit(byte, probability);
     static constexpr char HEX[] = "0123456789abcdef";
+    if (byte == place_.quotes[depth - 1] || byte == '\\') {
+        emit_escaped('\\', depth - 1, probability);
+        return emit_escaped(byte, depth - 1, 1);
+    }
     switch (byte) {
-        case '"':
-        case '\\':
-            emit_escaped('\\', depth - 1, probability);
-            return emit_escaped(byte, depth - 1, 1);
         case '\n':
         case '\t':
         case '\r':
@@ -392,7 +392,7 @@ bool TextFollower::render_newline() {
     const auto& lines = document_.lines();
     const int32_t next = next_line(next_.line, lines[next_.line].mark);
     if (next < 0) {
-        if (next_.repeats && place_.depth > 0) emit_escaped('"', place_.depth - 1, 0.8F);  // so does the value end
+        if (next_.repeats && place_.depth > 0) emit_escaped(place_.quotes[place_.depth - 1], place_.depth - 1, 0.8F);  // so does the value end
         return false;
     }
     float chance = next_.repeats ? 0.93F : 0.85F;
