@@ -374,6 +374,8 @@ def together(bodies: Mapping[str, Mapping[str, object]]) -> Iterator[Place]:
         "allowed_token_ids": alike("5"),
         "bad_words": list_of('"w{i}"'),
         "logit_bias": lambda count: "{" + repeat(min(count, 1500), '"{i}":1') + "}",
+        "stop_token_ids": alike("5"),
+        "structured_outputs": lambda count: '{"choice":["' + "a" * 64 * count + '"]}',
     }.items():
         fields = {"n": num_choices, name: make, "prompt": list_of('"Hi {i}"')}
         yield place("/v1/completions", f"prompts x n x {name}", fields)

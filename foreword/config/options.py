@@ -184,7 +184,7 @@ class Config:
     )
     max_waiting_tokens: int = scheduler_option(
         4_000_000,
-        "maximum of prompt tokens of open requests; more are rejected with 429",
+        "maximum of tokens in prompts and parameters of open requests; more are rejected with 429",
         limits=(1, 1 << 40),
     )
     queue_timeout: float = scheduler_option(

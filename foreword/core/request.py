@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a client needs no torch
 
 POOLING_TYPES = ("last", "mean", "cls")
 NO_LORA: Final = -1  # slot of requests and rows without an adapter
+CONSTRAINT_CHARS_PER_TOKEN: Final = 32  # bytes of an id in a tuple
 MAX_RETRY_AFTER_S: Final = 60.0  # longest Retry-After that a client is given
 
 
@@ -75,6 +76,15 @@ class Request:
                     raise InvalidRequest(f"{name}: {problem}", name)
         for image in self.images:
             image.check_bounds(len(self.prompt_ids))
+
+    @property
+    def num_param_tokens(self) -> int:
+        """Ids in its parameters, and a constraint's text as tokens: what each choice takes in the engine."""
+        params = self.params
+        sequences = (*self.bad_words_ids, *self.dry_breakers, *self.reasoning_end_ids)
+        ids = (params.allowed_token_ids or (), params.stop_token_ids, params.logit_bias, self.prediction_ids)
+        num_chars = 0 if params.structured is None else len(params.structured.text)
+        return sum(map(len, (*sequences, *ids))) + num_chars // CONSTRAINT_CHARS_PER_TOKEN
 
     @property
     def namespace(self) -> str:

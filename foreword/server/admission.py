@@ -1,4 +1,4 @@
-"""Bounds on open requests and on their prompt tokens, with an estimated Retry-After for refused requests."""
+"""Bounds on open requests and on tokens of their prompts and parameters, with an estimated Retry-After."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DrainRateEstimator:
 
 
 class Admission:
-    """Bounds open requests and prompt tokens, over all keys and per key."""
+    """Bounds open requests and their tokens, over all keys and per key."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Admission:
         self._request_rate = DrainRateEstimator(max_requests, clock())
         self._token_rate = DrainRateEstimator(max_tokens, clock())
         self.num_open = 0  # choices, texts to embed and pairs to score
-        self.num_open_tokens = 0  # prompt tokens of those
+        self.num_open_tokens = 0  # tokens of their prompts and parameters
 
     def check(self, count: int, meter: UsageMeter) -> None:
         """Refuse `count` choices before their prompt is tokenized.
@@ -116,7 +116,7 @@ class Admission:
     def admit(
         self, count: int, tokens: int, meter: UsageMeter, charged_tokens: int | None = None
     ) -> AdmissionTicket:
-        """Open `count` choices with `tokens` prompt tokens in all; the caller must release the ticket.
+        """Open `count` choices with `tokens` in prompts and parameters; the caller must release the ticket.
 
         `charged_tokens` are charged to the key (default: all): choices of one prompt are charged once.
         Raises as check(), and the same errors for tokens.
@@ -125,12 +125,12 @@ class Admission:
         meter.check_tokens()
         if tokens > self._max_tokens:
             raise InvalidRequest(
-                f"the prompts of all choices hold {tokens} tokens; "
+                f"prompts and parameters of all choices hold {tokens} tokens; "
                 f"this server takes at most {self._max_tokens} at once",
                 "prompt",
             )
         if self.num_open_tokens + tokens > self._max_tokens:
-            state = f"open prompts hold {self.num_open_tokens} tokens of at most {self._max_tokens}"
+            state = f"open requests hold {self.num_open_tokens} tokens of at most {self._max_tokens}"
             raise self._overloaded("queue_tokens", state, self._token_rate, tokens)
         self._advance()
         self.num_open += count

@@ -46,8 +46,9 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class EncodedParams:
-    """The texts among the parameters as token ids, for all prompts and choices of a request."""
+    """Parameters with defaults, checked ids, and texts as token ids, shared by all choices of a request."""
 
+    params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
     dry_breakers: tuple[tuple[int, ...], ...]
     reasoning_end: tuple[tuple[int, ...], ...]
@@ -55,12 +56,23 @@ class EncodedParams:
 
 
 def encode_params(
-    params: SamplingParams, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    vocab_size: int,
+    defaults: SamplingDefaults = SamplingDefaults(),
 ) -> EncodedParams:
-    """Raises InvalidRequest for texts that cannot be encoded, and a prediction longer than the context.
+    """Raises InvalidRequest for a wrong id, more ids than the vocabulary has, a text or a prediction.
 
-    vocab_size  ids that the model can sample: sequences with others are left out
+    Texts must be encodable, and a prediction at most as long as the context.
+
+    vocab_size  ids that the model can sample: texts with others are left out
     """
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
+        ids = getattr(params, name) or ()
+        if len(ids) > vocab_size:
+            raise InvalidRequest(f"{name} holds {len(ids)} ids; the vocabulary has {vocab_size}", name)
+        _check_ids(name, ids, vocab_size)
     bad_words = encode_bad_words(params.bad_words, tokenizer)
     breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
     reasoning_end = encode_reasoning_end(params.structured.after, tokenizer) if params.structured else ()
@@ -69,7 +81,7 @@ def encode_params(
         for sequences in (bad_words, breakers, reasoning_end)
     )
     prediction = encode_prediction(params.prediction, tokenizer, max_model_len)
-    return EncodedParams(bad_words, breakers, reasoning_end, prediction)
+    return EncodedParams(defaults.apply(params), bad_words, breakers, reasoning_end, prediction)
 
 
 def make_requests(
@@ -102,26 +114,19 @@ def make_requests(
     _check_length(len(prompt), max_model_len, images)
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     _check_ids("prompt", prompt, limit)
-    if len(params.allowed_token_ids or ()) > limit:
-        raise InvalidRequest(
-            f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the vocabulary has {limit}",
-            "allowed_token_ids",
-        )
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
-        _check_ids(name, getattr(params, name) or (), limit)
-    seed, now, filled = resolve_seed(params.seed, defaults.seed), time.monotonic(), defaults.apply(params)
-    texts = encoded or encode_params(params, tokenizer, max_model_len, limit)
+    seed, now = resolve_seed(params.seed, defaults.seed), time.monotonic()
+    shared = encoded or encode_params(params, tokenizer, max_model_len, limit, defaults)
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt_ids=prompt,
-            params=filled.for_choice(index, seed),
+            params=shared.params.for_choice(index, seed),
             seed=(seed + index) & SEED_MASK,
             eos_token_ids=tuple(i for i in tokenizer.eos_token_ids if i < limit),
-            bad_words_ids=texts.bad_words,
-            dry_breakers=texts.dry_breakers,
-            prediction_ids=texts.prediction,
-            reasoning_end_ids=texts.reasoning_end,
+            bad_words_ids=shared.bad_words,
+            dry_breakers=shared.dry_breakers,
+            prediction_ids=shared.prediction,
+            reasoning_end_ids=shared.reasoning_end,
             arrival_s=now,
             images=tuple(images),
         )

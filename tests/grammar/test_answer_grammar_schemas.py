@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse, Written
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar.tool_calls import ConstraintTask
+from tests.support.counted_work import count_calls
 from tests.support.tool_walks import CALL, NO_REASONING, WEATHER, ToolCases
 
 IN_EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
@@ -266,23 +264,6 @@ TAGGED = [
 PYTHON = ["pythonic", "olmo3", "lfm2", "functiongemma", "gemma4"]
 
 
-def _count_calls(work: Callable[[], object]) -> int:
-    """Calls of Python functions, steps of generators included."""
-    count = 0
-
-    def on_event(frame: FrameType, event: str, _: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(on_event)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def _to_itself(size: int) -> dict[str, Any]:
     """Each alternative is the schema that holds it."""
     options = [{"type": "integer"}, *[{"$ref": "#/properties/a"}] * size]
@@ -320,14 +301,14 @@ def _constrain(name: str, parameters: dict[str, Any]) -> None:
 def test_references_to_the_schema_around_them_are_read_once(name: str) -> None:
     """755 bytes of them took longer than anyone waits."""
     for make, sizes in ((_to_itself, (2, 3, 4, 20, 40)), (_in_layers, (20, 40, 80))):
-        counts = [_count_calls(partial(_constrain, name, make(size))) for size in sizes]
+        counts = [count_calls(partial(_constrain, name, make(size))) for size in sizes]
         for (size, count), (larger, after) in pairwise(zip(sizes, counts, strict=True)):
             assert after < 1.2 * count * larger / size + 500
 
 
 @pytest.mark.parametrize("name", ["qwen3-coder", "deepseek-v3.2", "pythonic", "hermes"])
 def test_foreign_references_do_not_walk_the_whole_schema(name: str) -> None:
-    counts = [_count_calls(partial(_constrain, name, _foreign(size))) for size in (100, 200)]
+    counts = [count_calls(partial(_constrain, name, _foreign(size))) for size in (100, 200)]
     assert counts[1] < 2.2 * counts[0] and counts[0] < 20_000
 
 
@@ -341,7 +322,7 @@ def test_visits_of_shared_alternatives_are_bounded() -> None:
     strict = ToolUse((Tool("f", parameters=_shared(100), strict=True),))
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
         ConstraintTask(bound, strict, ReasoningOptions(), False, None).constrain()
-    counts = [_count_calls(partial(_constrain, "qwen3-coder", _shared(size))) for size in (100, 200)]
+    counts = [count_calls(partial(_constrain, "qwen3-coder", _shared(size))) for size in (100, 200)]
     assert counts[1] < 2.5 * counts[0]
 
 
@@ -376,7 +357,7 @@ def test_types_of_an_argument_are_read_once_for_all_answers(cases: ToolCases, na
         def parse(use: ToolUse = use, answers: list[str] = answers) -> None:
             answers += [arguments for _, arguments in case.parse(use, ids).calls]
 
-        counts.append([_count_calls(parse) for _ in range(2)])
+        counts.append([count_calls(parse) for _ in range(2)])
         assert [json.loads(answer) for answer in answers] == [{"a": 1}] * 2
     assert counts[0][1] == counts[1][1]  # from the second answer on
     assert counts[1][0] - counts[0][0] < 10_000

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
 import pytest
@@ -229,6 +230,29 @@ def test_prompt_tokens_are_bounded() -> None:
         with pytest.raises(openai.BadRequestError, match="hold 120 tokens; this server takes at most 100"):
             server.complete("x" * 60, n=2)
         assert 'reason="queue_tokens"} 2.0' in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": list(range(50))},
+        {"logit_bias": {str(i): 1 for i in range(50)}},
+        {"stop_token_ids": [5] * 50},
+        {"bad_words": ["b" * 50]},
+        {"prediction": {"type": "content", "content": "b" * 50}},
+        {"structured_outputs": {"choice": ["b" * 32 * 50]}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_parameters_count_once_for_each_choice(fields: dict[str, Any]) -> None:
+    """A constraint of 1 MB and 4096 choices were 4 GB in the engine."""
+    with run_server(Config(max_waiting_tokens=100), FakeEngineClient(FakeOutput("ok"))) as server:
+        assert server.http.post("/v1/completions", json={"prompt": "x", **fields}).status_code == 200
+        for more in ({"n": 2}, {"prompt": ["x", "x"]}):
+            reply = server.http.post("/v1/completions", json={"prompt": "x", **fields, **more})
+            assert reply.status_code == 400
+            assert "takes at most 100" in reply.json()["error"]["message"]
+        assert server.app.state.models.admission.num_open_tokens == 0
 
 
 def test_deadlines_are_set_on_requests() -> None:

@@ -208,7 +208,9 @@ class Generation:
     def _admit(self) -> AdmissionTicket:
         requests = [output.request for output in self.outputs]
         charged = {_prompt_id(request): len(request.prompt_ids) for request in requests}
+        # Choices share their parameters, and each has a copy of them in the engine.
         tokens = sum(len(request.prompt_ids) for request in requests)
+        tokens += len(requests) * requests[0].num_param_tokens
         return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
 
     async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta | ForewordError]]:

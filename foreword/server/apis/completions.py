@@ -28,7 +28,7 @@ from foreword.server.auth.keys import PermissionsDep
 from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
-from foreword.tokenizer.input_processor import encode_params
+from foreword.tokenizer.input_processor import SamplingDefaults, encode_params
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
 
 DEFAULT_MAX_TOKENS = 16
@@ -132,7 +132,8 @@ async def completions(
     def build_all_requests() -> list[EngineRequest]:
         token_ids = [tokenize(prompt) for prompt in prompts]
         vocab_size = min(server.tokenizer.vocab_size, server.info().vocab_size)
-        encoded = encode_params(params, server.tokenizer, server.max_model_len, vocab_size)
+        defaults = SamplingDefaults.from_config(server.config, server.tokenizer)
+        encoded = encode_params(params, server.tokenizer, server.max_model_len, vocab_size, defaults)
         return [
             engine_request
             for i, ids in enumerate(token_ids)
