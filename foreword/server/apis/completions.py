@@ -32,6 +32,7 @@ from foreword.tokenizer.input_processor import SamplingDefaults, encode_params
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
 
 DEFAULT_MAX_TOKENS = 16
+CHOICE_BYTES = 64  # bytes of text that take as long to tokenize as a choice takes to make
 router = APIRouter(route_class=IntakeRoute)
 
 
@@ -119,7 +120,8 @@ async def completions(
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params)
     context = server.request_context(permissions, body, body.timeout)
-    server.admission.check(params.n * len(prompts), context.meter)
+    num_choices = params.n * len(prompts)
+    server.admission.check(num_choices, context.meter)
     if params.structured is not None:
         await server.intake.compile(request, partial(server.grammar_checker.check, params.structured))
     add_special_tokens = body.add_special_tokens is not False
@@ -147,7 +149,8 @@ async def completions(
             return prompt
         return server.tokenizer.decode(engine_request.prompt_ids)
 
-    requests = await server.intake.offload_if_large(request, build_all_requests)
+    num_bytes = request.state.body_bytes + CHOICE_BYTES * num_choices
+    requests = await server.intake.offload_if_large(request, build_all_requests, num_bytes)
     generation = Generation(server, requests, context, body.prompt_only)
     firsts = requests[:: params.n]
     echo = list(map(echo_text, prompts, firsts)) if body.echo else None

@@ -1,12 +1,14 @@
 """/v1/completions with a fake engine."""
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 
 from foreword.core.outputs import TokenLogprob
+from foreword.server.apis import completions
 from tests.server.conftest import RunningServer
 from tests.support import fakes
 from tests.support.fakes import BOS, EOS, FakeOutput
@@ -218,3 +220,21 @@ def test_prompt_is_required(served: RunningServer) -> None:
 def test_too_many_choices_are_refused(served: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="4096"):
         served.complete(["a"] * 64, n=65)
+
+
+def test_many_choices_are_made_in_a_thread(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 163 bytes that asks for 4096 held the event loop for a third of a second."""
+    threads: list[set[str]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        threads[-1].add(threading.current_thread().name)
+        return build_requests(*args, **kwargs)
+
+    build_requests = completions.build_requests
+    monkeypatch.setattr(completions, "build_requests", record)
+    for count in (1, 3):
+        threads.append(set())
+        body = {"prompt": ["Hi"] * count, "n": 128, "max_tokens": 1}
+        assert served.http.post("/v1/completions", json=body).status_code == 200
+    few, many = threads
+    assert len(few) == len(many) == 1 and few != many
