@@ -11,11 +11,11 @@ different fields are put in one body, two at a time.
 
 A finding is an exponent above 1.3 of CPU time or peak memory against the number of elements, over the last
 two doublings; a silence of /live above 250 ms, at most the API process's CPU time in it, so that a busy
-machine is no finding; two places that together cost more than twice their sum; no answer; and a
-status of 500 or above. Each is measured again before it counts. CPU time and memory are those of the API
-process and of its workers (engine, templates, grammars, images) apart, beyond those of the first request of
-the series with the same status. Progress on stderr; prints a table and then one JSON line; exit code 1 with
-a finding.
+machine is no finding; two places that together take more than twice the sum of their CPU time or memory; no
+answer; and a status of 500 or above. Each is measured again before it counts. CPU time and memory are those
+of the API process and of its workers (engine, templates, grammars, images) apart, beyond those of the first
+request of the series with the same status. Progress on stderr; prints a table and then one JSON line; exit
+code 1 with a finding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from foreword.demo import MODEL
 
 SIZES = (8, *(64 << i for i in range(11)))  # the first is what the others are compared with
 MAX_EXPONENT, MAX_SILENCE_S, MAX_INTERPLAY = 1.3, 0.25, 2.0
-MIN_CPU_S, MIN_MIB, MIN_PRODUCT_S = 0.01, 16.0, 0.1  # below these, growth is noise
+MIN_CPU_S, MIN_MIB = 0.01, 16.0  # below these, growth is noise
+MIN_PRODUCT_S, MIN_PRODUCT_MIB = 0.1, 64.0  # of products
 MAX_CPU_S, TIMEOUT_S = 2.0, 20.0
 MAX_BODY_BYTES = 32_000_000
 MAX_FACTOR_S = 0.5  # CPU seconds of a place in a product
@@ -84,6 +85,10 @@ class Point:
     @property
     def cpu_s(self) -> float:
         return self.cost.api_s + self.cost.workers_s
+
+    @property
+    def mib(self) -> float:
+        return self.cost.api_mib + self.cost.workers_mib
 
 
 @dataclass(slots=True)
@@ -127,22 +132,15 @@ class GrowthFuzzer:
 
     def multiply(self, first: Series, second: Series) -> Series:
         """Two places at their largest accepted sizes in one body."""
-        factors = [factor.factor for factor in (first, second)]
+        factors = [factor for series in (first, second) if (factor := series.factor) is not None]
         place = first.place.times(second.place)
         series = Series(place)
-        sizes = tuple(size for factor in factors if factor is not None for size in factor.sizes)
+        sizes = tuple(size for factor in factors for size in factor.sizes)
         series.points = [self._measure(place, *sizes)]
-        if self._interplay(series, factors) > MAX_INTERPLAY:
-            series.points.append(self._measure(place, *sizes))
-            series.points = [min(series.points, key=lambda point: point.cpu_s)]
-        if (ratio := self._interplay(series, factors)) > MAX_INTERPLAY:
-            series.findings = [f"{ratio:.1f} times the sum"]
+        if find_interplay(series.points[0], factors):
+            series.points = [_cheaper(series.points[0], self._measure(place, *sizes))]
+            series.findings = find_interplay(series.points[0], factors)
         return series
-
-    def _interplay(self, series: Series, factors: Sequence[Point | None]) -> float:
-        apart_s = sum(max(MIN_CPU_S, factor.cpu_s) for factor in factors if factor is not None)
-        together_s = series.points[-1].cpu_s
-        return together_s / apart_s if together_s > MIN_PRODUCT_S else 0.0
 
     def _confirm(self, series: Series) -> list[str]:
         """The findings that stay when their requests are sent again."""
@@ -192,6 +190,19 @@ def find_growth(points: Sequence[Point]) -> list[str]:
     found += [
         f"status {point.status}" for point in points if point.status >= "500" and point.status != "none"
     ][:1]
+    return found
+
+
+def find_interplay(product: Point, factors: Sequence[Point]) -> list[str]:
+    """Reasons why a product is a finding: alone, or beside the sum of its factors' costs."""
+    found = find_growth([product])
+    for name, cost, costs, least_factor, least in (
+        ("CPU time", product.cpu_s, [factor.cpu_s for factor in factors], MIN_CPU_S, MIN_PRODUCT_S),
+        ("memory", product.mib, [factor.mib for factor in factors], MIN_MIB, MIN_PRODUCT_MIB),
+    ):
+        ratio = cost / sum(max(least_factor, each) for each in costs)
+        if cost > least and ratio > MAX_INTERPLAY:
+            found.append(f"{name} {ratio:.1f} times the sum")
     return found
 
 
@@ -345,7 +356,7 @@ def as_row(server: str, series: Series) -> dict[str, Any]:
         "status": worst.status,
         "api_s": round(worst.cost.api_s, 3),
         "workers_s": round(worst.cost.workers_s, 3),
-        "mib": round(max(point.cost.api_mib + point.cost.workers_mib for point in series.points)),
+        "mib": round(max(point.mib for point in series.points)),
         "silent_s": round(max(point.cost.silent_s for point in series.points), 3),
         "findings": series.findings,
     }

@@ -24,6 +24,7 @@ from benchmarks.growth import (
     exponent,
     factor_pairs,
     find_growth,
+    find_interplay,
     places_of,
 )
 from benchmarks.growth_forms import SCHEMAS
@@ -210,6 +211,15 @@ def test_growth_is_judged_by_the_last_doublings_of_one_status() -> None:
     assert find_growth([point(1, silent_s=9.0, api_s=0.1)]) == [], "the machine was busy"
     assert find_growth([point(1, status="none")]) == ["no answer"]
     assert find_growth([point(1, status="500")]) == ["status 500"]
+
+
+def test_product_is_judged_by_the_sum_of_its_factors() -> None:
+    factors = [point(1, api_s=0.1), point(1, workers_s=0.1, workers_mib=40.0)]
+    assert find_interplay(point(1, api_s=0.2, workers_mib=60.0), factors) == []
+    assert find_interplay(point(1, api_s=0.3, workers_s=0.3), factors) == ["CPU time 3.0 times the sum"]
+    assert find_interplay(point(1, api_mib=68.0, workers_mib=100.0), factors) == ["memory 3.0 times the sum"]
+    assert find_interplay(point(1, api_s=0.2, silent_s=0.3), factors) == []
+    assert find_interplay(point(1, status="none"), factors) == ["no answer"]
 
 
 def point(size: int, status: str = "200", **cost: float) -> Point:
