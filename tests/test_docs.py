@@ -122,6 +122,12 @@ def test_named_files_and_functions_exist(path: Path) -> None:
         assert not name or name in definitions(module), f"{file} has no {name}"
 
 
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "renames.md"], ids=name_of)
+def test_named_test_files_exist(path: Path) -> None:
+    files = set(re.findall(r"\btests/[\w/]+\.py\b", read(path)))
+    assert not {file for file in files if not (ROOT / file).exists()}
+
+
 def failures() -> tuple[list[str], list[str]]:
     """Entries of docs/failures.md: guarded ones, and those that are not yet."""
     guarded, open_ = read(DOCS / "failures.md").split("\n## Not yet guarded\n")
