@@ -241,15 +241,17 @@ def test_prompt_tokens_are_bounded() -> None:
         {"bad_words": ["b" * 50]},
         {"prediction": {"type": "content", "content": "b" * 50}},
         {"structured_outputs": {"choice": ["b" * 32 * 50]}},
+        {"prompt": "x" * 11, "prompt_logprobs": 1},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_parameters_count_once_for_each_choice(fields: dict[str, Any]) -> None:
     """A constraint of 1 MB and 4096 choices were 4 GB in the engine."""
     with run_server(Config(max_waiting_tokens=100), FakeEngineClient(FakeOutput("ok"))) as server:
-        assert server.http.post("/v1/completions", json={"prompt": "x", **fields}).status_code == 200
-        for more in ({"n": 2}, {"prompt": ["x", "x"]}):
-            reply = server.http.post("/v1/completions", json={"prompt": "x", **fields, **more})
+        body = {"prompt": "x", **fields}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        for more in ({"n": 2}, {"prompt": [body["prompt"]] * 2}):
+            reply = server.http.post("/v1/completions", json={**body, **more})
             assert reply.status_code == 400
             assert "takes at most 100" in reply.json()["error"]["message"]
         assert server.app.state.models.admission.num_open_tokens == 0

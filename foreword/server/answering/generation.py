@@ -38,6 +38,7 @@ from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 logger = logging.getLogger("foreword.serve")
 logger = logging.getLogger("foreword.serve")
+LOGPROB_TOKENS = 4  # tokens of --max-waiting-tokens that a log-probability of a prompt's token counts
 MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
 
 
@@ -209,7 +210,9 @@ class Generation:
         requests = [output.request for output in self.outputs]
         charged = {_prompt_id(request): len(request.prompt_ids) for request in requests}
         # Choices share their parameters, and each has a copy of them in the engine.
-        tokens = sum(len(request.prompt_ids) for request in requests)
+        params = requests[0].params
+        scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+        tokens = sum(len(request.prompt_ids) for request in requests) * (1 + LOGPROB_TOKENS * scored)
         tokens += len(requests) * requests[0].num_param_tokens
         return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
 

@@ -22,11 +22,15 @@ from foreword.server.http.responses import (
     CLIENT_CLOSED,
     EVENT_STREAM,
     STREAM_HEADERS,
-    JSONResponse,
     cancel_on_disconnect,
+    json_bytes,
+    json_pieces,
 )
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta
+from foreword.utils.threads import run_in_own_thread
+
+INLINE_LOGPROBS = 512  # most tokens with log-probabilities whose JSON is written on the event loop
 
 
 class ResponseWriter(Protocol):
@@ -164,11 +168,17 @@ class FullResponse(Response):
             body = await cancel_on_disconnect(receive, self._collect_body())
         finally:
             self._generation.close()
-        response = Response(status_code=CLIENT_CLOSED) if body is None else JSONResponse(body)
+        response = Response(status_code=CLIENT_CLOSED)
+        if body is not None:
+            response = Response(body, media_type="application/json")
         await response(scope, receive, send)
 
-    async def _collect_body(self) -> dict[str, Any]:
+    async def _collect_body(self) -> bytes:
         await self._generation.collect()
         await self._generation.commit_usage()
         self._writer.record_returned(self._writer.num_returned)
-        return self._writer.full()
+        outputs = self._generation.outputs
+        num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs)
+        if num_logprobs <= INLINE_LOGPROBS:
+            return json_bytes(self._writer.full())
+        return await run_in_own_thread(lambda: b"".join(json_pieces(self._writer.full())))

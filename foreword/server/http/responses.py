@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+PIECE_ITEMS = 64
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
 EVENT_STREAM = "text/event-stream"
 DONE_EVENT = b"data: [DONE]\n\n"  # the last of a stream
@@ -25,6 +26,30 @@ def json_bytes(value: Any) -> bytes:
     """Compact UTF-8 JSON. Raises ValueError for a NaN."""
     # A lone surrogate of a request that an error quotes becomes its JSON escape.
     return JSON_ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
+def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
+    """The parts of json_bytes(value), so that none holds the interpreter's lock for long.
+
+    levels  of lists and maps that are taken apart; longer lists below them are cut
+    """
+    if levels and isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + json_bytes(name) + b":"
+            yield from json_pieces(item, levels - 1)
+        yield b"}" if value else b"{}"
+    elif levels and isinstance(value, list):
+        for number, item in enumerate(value):
+            yield b"," if number else b"["
+            yield from json_pieces(item, levels - 1)
+        yield b"]" if value else b"[]"
+    elif isinstance(value, list) and len(value) > PIECE_ITEMS:
+        for start in range(0, len(value), PIECE_ITEMS):
+            yield b"," if start else b"["
+            yield json_bytes(value[start : start + PIECE_ITEMS])[1:-1]
+        yield b"]"
+    else:
+        yield json_bytes(value)
 
 
 def sse_event(value: Any) -> bytes:
