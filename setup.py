@@ -19,7 +19,9 @@ class NativeBuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         for extension in self.extensions:
-            extension.sources = sorted(str(path) for path in CSRC.rglob("*.cpp"))
+            # Those that take longest come first: no core waits for them at the end.
+            sources = sorted(str(path) for path in CSRC.rglob("*.cpp"))
+            extension.sources = sorted(sources, key=lambda path: "quantized_avx2" not in path)
             extension.depends = sorted(str(path) for path in CSRC.rglob("*") if path.suffix in (".h", ".inc"))
 
     def build_extension(self, ext: Extension) -> None:

@@ -148,6 +148,12 @@ Plan make_part_plan(const QuantizedKernels& kernels, const LinearArgs& args, cha
     return plan;
 }
 
+#if FOREWORD_X86
+const QuantizedKernels& quantized_avx2_vnni() {
+    return has_avx_vnni() ? quantized_avx2_vnni_vex() : quantized_avx2_vnni_evex();
+}
+#endif
+
 template <const QuantizedKernels& (*KERNELS)()>
 constexpr LinearParts PARTS = {
     [](const LinearArgs& args) { return rounded_bytes(make_plan(KERNELS(), args, 1)); },

@@ -91,7 +91,8 @@ struct QuantizedKernels {
 const QuantizedKernels& quantized_portable();
 #if FOREWORD_X86
 const QuantizedKernels& quantized_avx2();
-const QuantizedKernels& quantized_avx2_vnni();
+const QuantizedKernels& quantized_avx2_vnni_vex();
+const QuantizedKernels& quantized_avx2_vnni_evex();
 const QuantizedKernels& quantized_avx512();
 void quantized_amx(Context&, const LinearArgs&);  // uses AVX-512 for few rows
 extern const LinearParts QUANTIZED_AMX_PARTS;
