@@ -11,7 +11,7 @@ import pytest
 
 from foreword import LLM
 from foreword.errors import ConfigError
-from tests.support.budget import is_full
+from tests.support.budget import is_full, some_of
 from tests.support.checkpoints import write_checkpoint
 from tests.support.mtp_checkpoints import MTP_FAMILIES, train_mtp, write_mtp_checkpoint
 from tests.test_exact import CROWDED, PLAIN, SEEDS, acceptance, answers, differing, recorded
@@ -47,7 +47,7 @@ def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield Bed(model, plain)
 
 
-@pytest.mark.parametrize("number", range(len(COMBINATIONS)))
+@pytest.mark.parametrize("number", some_of(range(len(COMBINATIONS)), 3))
 def test_equal_under_some_settings(bed: Bed, number: int) -> None:
     combination = COMBINATIONS[number]
     llm, actual = answers(bed.model, None, None, combination)
@@ -57,7 +57,7 @@ def test_equal_under_some_settings(bed: Bed, number: int) -> None:
     llm.check()
 
 
-@pytest.mark.parametrize("number", range(len(PRECISIONS)))
+@pytest.mark.parametrize("number", some_of(range(len(PRECISIONS)), 2))
 def test_equal_in_other_precisions(bed: Bed, number: int) -> None:
     _, plain = answers(bed.model, None, None, PLAIN, **PRECISIONS[number])
     _, actual = answers(bed.model, None, None, CROWDED | {"speculate": "mtp"}, **PRECISIONS[number])

@@ -371,6 +371,7 @@ def test_replicas_read_what_another_one_has_written(
     assert len(list(tmp_path.glob("model-*"))) == 1
 
 
+@pytest.mark.full
 def test_head_of_another_width_between_leaves_nothing_in_memory(checkpoint: Path, tmp_path: Path) -> None:
     """Its blocks lie elsewhere in the memory of the engine before, over blocks of that one's index."""
     for name, num_heads in (("a", 2), ("b", 1)):

@@ -112,7 +112,7 @@ def heads(
 DRAFTERS = [name for name in SETTINGS["speculate"] if not name.startswith("replay")]
 
 
-@pytest.mark.parametrize("speculate", DRAFTERS if is_full() else ("suffix,draft", "eagle3", "auto"))
+@pytest.mark.parametrize("speculate", DRAFTERS if is_full() else ("suffix,draft",))
 def test_mixed_adapters_are_exact(
     pair: tuple[Path, Path, str], plain: list[dict[str, Any]], heads: Family, speculate: str
 ) -> None:

@@ -424,6 +424,7 @@ def test_doubtful_estimate_is_a_note(
     )
 
 
+@pytest.mark.full
 def test_replicas_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     key = "a key of the engine"
     with run_server(Config(engine_key=key)) as first, run_server(Config(engine_key=key)) as other:

@@ -241,6 +241,7 @@ def test_server_that_does_not_say_when_is_given_up(status: int) -> None:
         ask_once(lambda request: httpx.Response(status), patience_s=30.0)
 
 
+@pytest.mark.full
 def test_overloaded_server_answers_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three times as many requests at once as the server takes: all are answered in the end."""
     source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(12)))

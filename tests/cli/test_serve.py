@@ -165,6 +165,7 @@ def change_slot(server: ServerProcess, action: str, headers: dict[str, str]) -> 
     return answer
 
 
+@pytest.mark.full
 def test_conversation_is_read_from_disk_after_a_restart(tiny: Path, tmp_path: Path) -> None:
     """By its key alone, which may have saved it by a name; a key of the command line is the same one later.
 

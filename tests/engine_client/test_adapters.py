@@ -64,6 +64,7 @@ def first_digest(client: EngineRouter) -> str:
     return client.info.adapters[0].digest
 
 
+@pytest.mark.full
 async def test_answers_with_adapters_survive_killed_engines(client: EngineRouter, folder: Path) -> None:
     """The new engine has the adapters of the start and those loaded since."""
     second = await client.load_adapter(str(folder / "second"))

@@ -176,6 +176,7 @@ async def test_poison_request_does_not_kill_all_replicas(
     assert client._quarantine is None
 
 
+@pytest.mark.full
 async def test_stopped_replica_loses_its_streams(
     client: EngineRouter, undisturbed: dict[str, Answer]
 ) -> None:

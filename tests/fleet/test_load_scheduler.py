@@ -707,6 +707,7 @@ def test_every_request_is_admitted_or_refused_in_bounded_time(
 
 @settings(max_examples=200)
 @given(fleets(), st.frozensets(st.integers(1, 12), max_size=6))
+@pytest.mark.full
 def test_failing_loads_lose_no_request(
     fleet: tuple[Case, list[tuple[float, str, float]]], fail_loads: frozenset[int]
 ) -> None:

@@ -237,6 +237,7 @@ def test_each_replica_counts() -> None:
     assert one.resolved.num_blocks == two.resolved.num_blocks
 
 
+@pytest.mark.full
 def test_a_broken_checkpoint_ends_the_plan(tmp_path: Path) -> None:
     async def plan() -> None:
         fork_server = ForkServer()
@@ -277,6 +278,7 @@ def test_without_shares_all_pages_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert resident_bytes([2]) == 0
 
 
+@pytest.mark.full
 async def test_model_that_is_alone_is_planned_only_with_a_limit_or_keep_alive() -> None:
     with ForkServer() as fork_server:
         for options in ({}, {"keep_alive": "-1"}):

@@ -65,6 +65,7 @@ def loads(server: ServerProcess, name: str) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.full
 def test_openai_client_uses_all_models(server: ServerProcess, client: openai.OpenAI) -> None:
     answers: dict[str, set[tuple[str, str | None]]] = {name: set() for name in NAMES}
     for name in (*NAMES, *NAMES):

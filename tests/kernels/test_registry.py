@@ -72,6 +72,7 @@ def test_missing_triton_is_reported(gpu: Callable[[str | None], None]) -> None:
     )
 
 
+@pytest.mark.full
 def test_triton_is_not_imported_without_a_gpu() -> None:
     code = (
         "import sys; from foreword.kernels.registry import list_backends, select_backend; "

@@ -186,6 +186,7 @@ def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch
     assert cache.pooled.files.digests() == {digest}
 
 
+@pytest.mark.full
 def test_files_of_a_replica_are_found(cache: Cache, tmp_path: Path) -> None:
     other = Cache(tmp_path)
     other.tier.start([other.pooled])

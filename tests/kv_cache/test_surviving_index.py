@@ -15,6 +15,7 @@ import torch
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.surviving_index import SurvivingIndex
 from foreword.utils.mapped_memory import MemoryFile
+from tests.support.budget import examples
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 14
 NAMESPACE = bytes(range(16))
@@ -125,7 +126,7 @@ def test_engine_killed_at_any_instant_leaves_whole_blocks(fd: int) -> None:
     total = 0
     with mmap.mmap(-1, 8) as shared:
         progress = memoryview(shared).cast("Q")
-        for _ in range(60):
+        for _ in range(examples(180)):
             before = progress[0]
             pid = os.fork()
             if pid == 0:

@@ -396,6 +396,7 @@ def test_refusal_after_images_releases_memory(
     assert held(small_server) == 0
 
 
+@pytest.mark.full
 def test_body_is_freed_during_the_answer(small_server: RunningServer) -> None:
     noise = Image.effect_noise((1200, 1200), 100)
     file = io.BytesIO()

@@ -185,6 +185,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         intake._pool.close()
 
 
+@pytest.mark.full
 async def test_over_budget_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CPU_S", 0.001)
     monkeypatch.setattr(module, "CPU_S_PER_MB", 0.0)

@@ -1,10 +1,12 @@
 """Share of the suite that runs: all tests with `pytest --full`; three times as many generated examples."""
 
 import os
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, TypeVar
 
 from hypothesis import HealthCheck
 
+Case = TypeVar("Case")
 VARIABLE = "FOREWORD_TEST_FULL"
 SHARE, FULL_SHARE = 10, 3  # divisors of the number of examples, without and with --full
 SHARED_FIXTURES: Final = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # shared by examples
@@ -18,6 +20,11 @@ def set_full(is_full: bool) -> None:
 
 def is_full() -> bool:
     return VARIABLE in os.environ
+
+
+def some_of(cases: Iterable[Case], step: int) -> tuple[Case, ...]:
+    """All cases with --full, else each `step`-th."""
+    return tuple(cases)[:: 1 if is_full() else step]
 
 
 def examples(count: int) -> int:

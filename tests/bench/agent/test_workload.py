@@ -9,6 +9,7 @@ from foreword.bench.agent.edits import Edit, Editor
 from foreword.bench.agent.sources import Sources
 from foreword.bench.agent.styles import ALL_TOOLS, HELD_OUT, SETS, TUNING
 from foreword.bench.agent.workload import MAX_STEPS, MIN_STEPS, make_script
+from tests.support.budget import some_of
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_sets_share_neither_files_nor_styles(sources: Sources) -> None:
     } - {"{line}"}
 
 
-@pytest.mark.parametrize("of_set", SETS)
+@pytest.mark.parametrize("of_set", some_of(SETS, 2))
 def test_calls_fit_the_tools(sources: Sources, of_set: str) -> None:
     known = {tool.name: set((tool.parameters or {})["properties"]) for tool in ALL_TOOLS}
     used = set()

@@ -16,6 +16,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.model_loader import read_model_info
+from tests.support.budget import some_of
 from tests.support.checkpoints import VOCAB_SIZE, write_json
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.forward_helpers import ForwardHelper
@@ -70,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_of(CASES, 4))
 def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path, family, **overrides)

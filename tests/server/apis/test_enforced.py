@@ -13,7 +13,7 @@ from openai.lib._tools import pydantic_function_tool
 from pydantic import BaseModel
 
 from tests.server.conftest import MODEL, RunningServer
-from tests.support.budget import is_full
+from tests.support.budget import is_full, some_of
 from tests.support.checkpoints import EOS
 from tests.support.feature_matrix import CONVERSATIONS, MODEL_COLUMNS
 from tests.support.tool_checkpoint import END_OF_TURN, WEATHER, call_bias, marker_id
@@ -50,7 +50,7 @@ def text_of(chunks: Any) -> str:
 
 @pytest.mark.parametrize("drafter", MODEL_COLUMNS if is_full() else ("auto",))
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", some_of(CONVERSATIONS, 2))
 def test_events_do_not_depend_on_speculation(
     hermes: RunningServer, name: str, wire: str, drafter: str
 ) -> None:

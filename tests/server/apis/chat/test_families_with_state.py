@@ -11,6 +11,7 @@ import pytest
 
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_engine
+from tests.support.budget import some_of
 from tests.support.checkpoints import EOS
 from tests.support.tool_checkpoint import WEATHER, call_bias, write_tool_checkpoint
 from tests.support.wires import WIRES, Answer, Question
@@ -38,7 +39,7 @@ SAMPLING: Mapping[str, Any] = {"temperature": 0.8, "seed": 3}
 CHAT = WIRES["chat"]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=some_of(FORMATS, 2))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A server, and the name of the format of its model."""
     name = FORMATS[request.param]

@@ -653,6 +653,7 @@ def test_truncation_drops_the_oldest_turns() -> None:
         server.wait_until_idle()
 
 
+@pytest.mark.full
 def test_truncation_copies_a_conversation_only_to_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     replace = routes.replace
