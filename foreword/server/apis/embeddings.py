@@ -18,7 +18,7 @@ from foreword.server.answering.embeddings import TokenizeOptions, get_embedder, 
 from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.ignored_fields import EMBEDDING, POOLING, IgnoredField
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.http.responses import CLIENT_CLOSED, JSONResponse
+from foreword.server.http.responses import CLIENT_CLOSED, json_pieces
 from foreword.server.intake import IntakeRoute
 from foreword.server.registry import ModelsDep
 from foreword.utils.threads import run_in_own_thread
@@ -26,6 +26,7 @@ from foreword.utils.threads import run_in_own_thread
 MAX_INPUTS = 2048  # inputs of one request, OpenAI's limit
 router = APIRouter(route_class=IntakeRoute)
 THREAD_MIN_BYTES = (1 << 15) * FLOAT_BYTES  # vectors above which JSON is written in a thread
+VECTOR_LEVELS = 3  # lists and maps of an answer around a vector
 
 
 class PoolingBody(RequestBody):
@@ -114,16 +115,15 @@ async def embeddings(
 
     def build_response() -> Response:
         values = [normalize_embedding(vector, body.dimensions, normalize) for vector in vectors]
-        return JSONResponse(
-            {
-                "object": "list",
-                "id": f"embd-{uuid.uuid4().hex}",
-                "created": int(time.time()),
-                "model": embedder.name,
-                "data": _embedding_data(values, body.encoding_format == "base64"),
-                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-            }
-        )
+        answer = {
+            "object": "list",
+            "id": f"embd-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": embedder.name,
+            "data": _embedding_data(values, body.encoding_format == "base64"),
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+        return Response(b"".join(json_pieces(answer, VECTOR_LEVELS)), media_type="application/json")
 
     if sum(map(len, vectors)) > THREAD_MIN_BYTES:
         return await run_in_own_thread(build_response)
