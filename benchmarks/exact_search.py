@@ -211,7 +211,8 @@ def _count(llm: LLM, tally: Counter[str]) -> None:
     stats = llm.stats
     tally["preemptions"] += stats.preemptions_total
     tally["adopted_tokens"] += stats.adopted_tokens
-    tally["disk_hit_tokens"] += 0 if stats.kv_disk is None else stats.kv_disk.hit_tokens
+    for name, tier in stats.kv_tiers.items():
+        tally[f"{name}_hit_tokens"] += tier.hit_tokens
 
 
 def random_requests(chance: random.Random, count: int) -> list[tuple[dict[str, list[int]], SamplingParams]]:

@@ -72,7 +72,7 @@ class Counts:
 
     def end_engine(self) -> None:
         last, self._last, totals = self._last, StepStats(), self.totals
-        disk = last.kv_disk
+        disk = last.kv_tiers.get("disk")
         totals["adopted_tokens"] += last.adopted_tokens
         if disk is not None:
             totals["disk_hit_tokens"] += disk.hit_tokens
@@ -138,7 +138,7 @@ class Server:
         written = -1
         while True:
             await self.ask([1])
-            disk = self.counts._last.kv_disk
+            disk = self.counts._last.kv_tiers.get("disk")
             if disk is None or disk.written_bytes == written:
                 return
             written = disk.written_bytes

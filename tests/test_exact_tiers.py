@@ -23,12 +23,12 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
-from foreword.core.outputs import ErrorEvent, KVDiskStats
+from foreword.core.outputs import ErrorEvent, KVTierStats
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.errors import ConfigError
-from foreword.kv_cache import block_files, disk_tier
+from foreword.kv_cache import block_files, disk_tier, tier
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.utils.mapped_memory import MemoryFile
 from tests.support.checkpoints import write_checkpoint
@@ -81,12 +81,13 @@ def answers_of(engine: Engine, requests: Sequence[Request]) -> Answers:
 def wait_written(engine: Engine) -> None:
     """Wait until the disk has what the cache has."""
     loader = engine.prefix_loader
-    wait_until(lambda: loader is None or loader.tier.is_idle or not loader.tier.is_alive)
+    for each in () if loader is None else loader.tiers:
+        wait_until(lambda each=each: each.is_idle or not each.is_alive)
 
 
-def disk_stats(engine: Engine) -> KVDiskStats:
+def disk_stats(engine: Engine) -> KVTierStats:
     assert engine.prefix_loader is not None
-    return engine.prefix_loader.stats()
+    return engine.prefix_loader.stats()["disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +150,7 @@ def test_blocks_of_a_failed_request_leave_the_disk(tmp_path: Path, family: str) 
     engine.step()
     wait_until(lambda: any(tmp_path.glob("kv/*/blocks/*/*")))
     for part, _ in engine.model_runner.kv.block_images()._parts:
-        part[:] = b"\xff" * len(part)  # NaN
+        part.fill_(255)  # NaN
     (error,) = run(engine)[request.id][-1:]
     assert isinstance(error, ErrorEvent)
     wait_written(engine)
@@ -262,7 +263,7 @@ def test_failing_disk_costs_hits_only(
         os.write(fd, image)
 
     monkeypatch.setattr(block_files, "_write_all", write)
-    monkeypatch.setattr(disk_tier, "WRITE_PAUSE_S", 0.0)
+    monkeypatch.setattr(tier, "WRITE_PAUSE_S", 0.0)
     options = {**SMALL, "kv_cache_dir": str(tmp_path)}
     engine = load_engine(checkpoint, **options)
     assert answers_of(engine, conversations(1)) == expected
@@ -364,7 +365,9 @@ def test_replicas_read_what_another_one_has_written(
     assert answers_of(first, requests) == expected, "it is gone now"
     written = {bytes.fromhex(path.name) for path in tmp_path.glob("model-*/blocks/*/*")}
     assert second.prefix_loader is not None
-    wait_until(lambda: second.prefix_loader is not None and second.prefix_loader.blocks.on_disk >= written)
+    wait_until(
+        lambda: second.prefix_loader is not None and second.prefix_loader.tiers[-1].blocks.stored >= written
+    )
     assert answers_of(second, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
     num_prompt = sum(len(request.prompt_ids) for request in requests[-2:])
     assert disk_stats(second).hit_tokens > 0.8 * num_prompt

@@ -60,6 +60,7 @@ def banner_lines(
         loading_line(name, info, load_s),
         *((device_line(info),) if info.gpu is not None else ()),
         memory_line(info),
+        *((_host_line(config),) if config.kv_cache_host_memory is not None else ()),
         *((_disk_line(config),) if config.kv_cache_dir is not None else ()),
         *((speculation_line(info),) if info.resolved.drafters else ()),
         *((_sampling_line(sampling_defaults),) if sampling_defaults else ()),
@@ -147,6 +148,10 @@ def memory_line(info: EngineInfo) -> str:
         f"{format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {num_tokens} tokens{states}; "
         f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
     )
+
+
+def _host_line(config: Config) -> str:
+    return f"host memory: KV blocks that the KV cache loses are kept in {config.kv_cache_host_memory}"
 
 
 def _disk_line(config: Config) -> str:

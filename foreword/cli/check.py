@@ -44,7 +44,7 @@ from foreword.kv_cache.block_files import (
 from foreword.models.model_loader import check_weights, read_model_info
 from foreword.multimodal.processor_registry import read_processor
 from foreword.planning.fit_hints import fitting_options
-from foreword.planning.memory import ModelInfo, disk_block, format_bytes, num_drafted
+from foreword.planning.memory import ModelInfo, format_bytes, host_tier_bytes, num_drafted, tier_block
 from foreword.planning.memory_plan import MemoryPart, plan_memory
 from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, fits, resolve
@@ -108,6 +108,8 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
         yield _check_drafter_size(config, target, drafter)
     if with_memory and config.replicas:
         yield from _check_memory(config, target, drafter)
+    if config.kv_cache_host_memory is not None and config.replicas:
+        yield _check_host_memory(config, target, drafter)
     if config.kv_cache_dir is not None and config.replicas:
         yield from _check_disk(config, target, drafter)
     if config.kv_cache_shared_memory and config.replicas:
@@ -276,14 +278,33 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield _check_plugins(config, chosen, target)
 
 
+def _check_host_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
+    """What --kv-cache-host-memory holds."""
+    try:
+        block = tier_block(config, detect_hardware(config, target), target, drafter, 0)
+    except ForewordError as error:
+        return CheckResult(False, f"host memory: {error}")
+    num_bytes = host_tier_bytes(config)
+    if num_bytes < block.num_bytes + block.state_bytes:
+        size = (
+            f"a block of {config.block_size} tokens has {format_bytes(block.num_bytes + block.state_bytes)}"
+        )
+        problem = f"kv_cache_host_memory {config.kv_cache_host_memory} holds no block: {size}"
+        return CheckResult(False, f"host memory: {problem}")
+    num_tokens = format_count(num_bytes / block.bytes_per_token)
+    return CheckResult(
+        True, f"host memory: {format_bytes(num_bytes)} of each engine hold {num_tokens} tokens"
+    )
+
+
 def _check_disk(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     """What the limit of --kv-cache-dir holds, and whether an engine can use the directory."""
     root, limit = Path(str(config.kv_cache_dir)), parse_bytes("kv_cache_disk", config.kv_cache_disk)
     try:
         hardware = detect_hardware(config, target)
-        block = disk_block(config, hardware, target, drafter, HEADER.size)
-        if limit < block.file_bytes:
-            size = f"a block of {config.block_size} tokens has {format_bytes(block.file_bytes)}"
+        block = tier_block(config, hardware, target, drafter, HEADER.size)
+        if limit < block.num_bytes:
+            size = f"a block of {config.block_size} tokens has {format_bytes(block.num_bytes)}"
             raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {size}")
         _check_directory(root, folder_name(Path(str(config.model))))
     except ForewordError as error:

@@ -309,39 +309,40 @@ def _drafters_table(rates: _Rates) -> Table:
 
 
 def _tiers_table(now: Snapshot) -> Table:
-    """Where the KV of prompts came from since the start, of models whose KV outlives their engines."""
-    queries, hits, on_disk, adopted, avoided = (
+    """Where the KV of prompts came from since the start, of models with tiers or KV taken over."""
+    queries, hits, adopted = (
         now.sums(name, MODEL_LABEL)
-        for name in (
-            "prefix_cache_queries_total",
-            "prefix_cache_hits_total",
-            "kv_disk_hit_tokens_total",
-            "kv_adopted_tokens_total",
-            "kv_disk_avoided_seconds_total",
-        )
+        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "kv_adopted_tokens_total")
     )
-    num_bytes = now.sums("kv_disk_bytes_total", MODEL_LABEL, "direction")
-    seconds = now.sums("kv_disk_seconds_total", MODEL_LABEL, "direction")
     table = _table(
         "kv from", "model", "tokens", "cached", "taken over", "read", "written", "saved", num_left=2
     )
     for group, total in sorted(queries.items()):
-        read, written = (num_bytes.get((*group, direction), 0.0) for direction in ("read", "write"))
-        has_disk = read + written > 0
-        if not (has_disk or adopted.get(group)):
+        tiers = [row for tier in ("host", "disk") for row in _tier_rows(now, tier, group)]
+        if not (tiers or adopted.get(group)):
             continue
-        from_disk = on_disk.get(group, 0.0)
-        from_memory = max(hits.get(group, 0.0) - from_disk, 0.0)
+        from_memory = max(hits.get(group, 0.0) - sum(tokens for _, tokens, *_ in tiers), 0.0)
         taken_over = format_count(adopted.get(group, 0.0))
-        rows = [("memory", from_memory, taken_over, UNKNOWN, UNKNOWN, UNKNOWN)]
-        if has_disk:
-            saved_s = max(avoided.get(group, 0.0) - seconds.get((*group, "read"), 0.0), 0.0)
-            sizes = _format_bytes(read), _format_bytes(written)
-            rows.append(("disk", from_disk, UNKNOWN, *sizes, _format_seconds(saved_s)))
+        rows = [("memory", from_memory, taken_over, UNKNOWN, UNKNOWN, UNKNOWN), *tiers]
         for tier, tokens, *cells in rows:
             share = _format_share(tokens / total if total else None)
             table.add_row(_name(tier), _name(group[0]), format_count(tokens), share, *cells)
     return table
+
+
+def _tier_rows(
+    now: Snapshot, tier: str, group: tuple[str, ...]
+) -> Iterator[tuple[str, float, str, str, str, str]]:
+    """The row of a tier that has read or written: its name, tokens read from it, and further cells."""
+
+    def total(name: str, *direction: str) -> float:
+        labels = (MODEL_LABEL, *(["direction"] if direction else []))
+        return now.sums(f"kv_{tier}_{name}_total", *labels).get((*group, *direction), 0.0)
+
+    read, written = total("bytes", "read"), total("bytes", "write")
+    if read + written:
+        saved = _format_seconds(max(total("avoided_seconds") - total("seconds", "read"), 0.0))
+        yield tier, total("hit_tokens"), UNKNOWN, _format_bytes(read), _format_bytes(written), saved
 
 
 def _keys_table(now: Snapshot) -> Table:

@@ -83,10 +83,16 @@ def _check_kv_cache(config: Config) -> None:
         raise ConfigError(
             "--kv-cache-disk limits the files of --kv-cache-dir DIR, which is not given", "kv_cache_disk"
         )
-    if config.kv_cache_dir is not None and not config.prefix_caching:
-        raise ConfigError("kv_cache_dir needs prefix_caching: blocks are found by it", "kv_cache_dir")
-    if config.kv_cache_dir is not None and config.trace is not None:
-        raise ConfigError("trace cannot record what --kv-cache-dir reads: give one of them", "trace")
+    if config.kv_cache_host_memory is not None:
+        parse_bytes("kv_cache_host_memory", config.kv_cache_host_memory)
+    for name in ("kv_cache_dir", "kv_cache_host_memory"):
+        if getattr(config, name) is None:
+            continue
+        if not config.prefix_caching:
+            raise ConfigError(f"{name} needs prefix_caching: blocks are found by it", name)
+        if config.trace is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"trace cannot record what {flag} reads: give one of them", "trace")
 
 
 def _check_replicas(config: Config) -> None:

@@ -250,6 +250,10 @@ class Config:
     kv_cache_dir: str | None = scheduler_option(
         None, "directory where KV blocks are kept for later engines; they reveal prompts (default: none)"
     )
+    kv_cache_host_memory: str | None = scheduler_option(
+        None,
+        "host memory of each engine for KV blocks that a GPU's KV cache has no room for (default: none)",
+    )
     kv_cache_shared_memory: bool = scheduler_option(
         False,
         "keep the KV cache of a CPU engine in memory that the engine after a crash or reload takes over",

@@ -120,8 +120,8 @@ class DraftingStats:
 
 @_pickled_as_call
 @dataclass(frozen=True, slots=True)
-class KVDiskStats:
-    """The disk tier of the KV cache, as totals since the engine started."""
+class KVTierStats:
+    """A tier of the KV cache, as totals since the engine started."""
 
     hit_tokens: int = 0  # whose KV was read
     avoided_seconds: float = 0.0  # expected time to compute them
@@ -157,7 +157,7 @@ class StepStats:
     images_encoded_total: int = 0
     image_cache_hits_total: int = 0
     adopted_tokens: int = 0  # whose KV the engine had at its start: the one before has left it in memory
-    kv_disk: KVDiskStats | None = None  # None: there is no disk tier
+    kv_tiers: Mapping[str, KVTierStats] = field(default_factory=dict)  # "host" and "disk", where they are
     replica: str = ""  # id of the engine among the replicas of its model; empty: the only one
 
 

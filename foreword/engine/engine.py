@@ -68,7 +68,7 @@ class Engine:
         self.overlap = overlap
         self.adapters = adapters
         # Set by load()
-        self.prefix_loader: PrefixLoader | None = None  # of a disk tier
+        self.prefix_loader: PrefixLoader | None = None  # of tiers below device memory
         self.num_adopted_tokens = 0  # whose KV the engine before has left in memory
         self.grammars = model_runner.grammars
         self.timer = model_runner.timer
@@ -461,7 +461,7 @@ class Engine:
             images_encoded_total=self.encoder.num_encoded,
             image_cache_hits_total=self.encoder.num_hits,
             adopted_tokens=self.num_adopted_tokens,
-            kv_disk=None if self.prefix_loader is None else self.prefix_loader.stats(),
+            kv_tiers={} if self.prefix_loader is None else self.prefix_loader.stats(),
         )
 
 

@@ -1,4 +1,7 @@
-"""What outlives an engine of its KV cache: files of --kv-cache-dir, memory of --kv-cache-shared-memory."""
+"""Tiers of an engine's KV cache below its pools: host memory, files; and memory that outlives the engine.
+
+Options: --kv-cache-host-memory, --kv-cache-dir, --kv-cache-shared-memory.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from foreword.engine.fingerprint import sample_digest
 from foreword.errors import ConfigError
 from foreword.kv_cache.block_files import BlockFiles, check_private, folder_name
 from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
+from foreword.kv_cache.host_tier import HostImages, HostTier
 from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.surviving_index import SurvivingIndex
+from foreword.kv_cache.tier import Tier
 from foreword.models.model_loader import weight_files
 from foreword.planning.memory import format_bytes
 from foreword.planning.resolve import KVFiles
@@ -30,22 +35,37 @@ logger = logging.getLogger(__name__)
 
 
 def make_prefix_loader(config: Config, engine: Engine, is_restart: bool) -> PrefixLoader | None:
-    """The disk tier of an engine; None without --kv-cache-dir. Raises ConfigError.
+    """The tiers of an engine's KV cache, the nearest first; None without any. Raises ConfigError.
 
-    A restart goes on without a directory that fails: requests wait for it.
+    A restart goes on without one that fails: requests wait for it.
     """
-    if config.kv_cache_dir is None:
+    tiers: list[Tier] = []
+    for name, make_tier in (("kv_cache_host_memory", _make_host_tier), ("kv_cache_dir", _make_disk_tier)):
+        if getattr(config, name) is None:
+            continue
+        try:
+            tiers.append(make_tier(config, engine))
+        except (OSError, RuntimeError, ConfigError) as error:
+            if not isinstance(error, ConfigError):
+                reason = str(error).partition("\n")[0]
+                if isinstance(error, OSError):
+                    reason = f"{error.filename or getattr(config, name)}: {error.strerror or error}"
+                error = ConfigError(f"{name} cannot be used: {reason}", name)
+            if not is_restart:
+                raise error from None
+            logger.error("engine: restarts without a tier of the KV cache: %s", error)
+    if not tiers:
         return None
-    try:
-        return _make_prefix_loader(config, engine)
-    except (OSError, ConfigError) as error:
-        if isinstance(error, OSError):
-            reason = f"{error.filename or config.kv_cache_dir}: {error.strerror or error}"
-            error = ConfigError(f"kv_cache_dir cannot be used: {reason}", "kv_cache_dir")
-        if not is_restart:
-            raise error from None
-        logger.error("engine: restarts without the KV cache on disk: %s", error)
-        return None
+    scheduler = engine.scheduler
+    for tier in tiers:
+        scheduler.pool.on_gained.append(partial(tier.on_gained, tier.blocks))
+        if scheduler.state_cache is not None and tier.anchors is not None:
+            scheduler.state_cache.on_kept.append(partial(tier.on_gained, tier.anchors))
+        tier.start()
+    row_seconds = _row_seconds(engine.proposer.timings)
+    loader = PrefixLoader(tiers, scheduler.prefix_cache, scheduler.state_cache, row_seconds)
+    scheduler.prefix_cache.on_invalid = loader.forget
+    return loader
 
 
 def adopt_blocks(config: Config, engine: Engine, memory: MemoryFile) -> None:
@@ -65,10 +85,27 @@ def adopt_blocks(config: Config, engine: Engine, memory: MemoryFile) -> None:
         )
 
 
-def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
+def _make_host_tier(config: Config, engine: Engine) -> HostTier:
+    """Blocks and states share the memory as those of the pools do. Raises ConfigError, RuntimeError."""
+    scheduler, kv, plan = engine.scheduler, engine.model_runner.kv, engine.info.resolved.states
+    images, anchor_images = kv.block_images(), kv.anchor_images()
+    max_bytes = parse_bytes("kv_cache_host_memory", str(config.kv_cache_host_memory))
+    state_share = 0 if plan is None else plan.block_share(kv.block_size)
+    num_blocks = max_bytes // (images.nbytes + state_share)
+    num_anchors = 0 if plan is None else (max_bytes - num_blocks * images.nbytes) // anchor_images.nbytes
+    if not num_blocks or (plan is not None and not num_anchors):
+        needed = format_bytes(images.nbytes + (0 if plan is None else anchor_images.nbytes))
+        limit = f"a block of {kv.block_size} tokens has {needed}" + (", with a state" if plan else "")
+        problem = f"kv_cache_host_memory {config.kv_cache_host_memory} holds no block: {limit}"
+        raise ConfigError(problem, "kv_cache_host_memory")
+    blocks, states = HostImages(scheduler.pool, images, num_blocks), scheduler.state_cache
+    return HostTier(blocks, None if states is None else HostImages(states.pool, anchor_images, num_anchors))
+
+
+def _make_disk_tier(config: Config, engine: Engine) -> DiskTier:
+    """Raises ConfigError, OSError."""
     root, scheduler, kv = Path(str(config.kv_cache_dir)), engine.scheduler, engine.model_runner.kv
     states, images = scheduler.state_cache, kv.block_images()
-    anchor_images = None if states is None else kv.anchor_images()
     namespace = _namespace(config, engine)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(root.resolve())
@@ -78,21 +115,15 @@ def _make_prefix_loader(config: Config, engine: Engine) -> PrefixLoader:
     if max_bytes < files.file_bytes:
         limit = f"a block of {kv.block_size} tokens has {format_bytes(files.file_bytes)}"
         raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {limit}", "kv_cache_disk")
-    tier = DiskTier(root, max_bytes)
-    blocks = PooledFiles(scheduler.pool, images, files)
-    scheduler.pool.on_gained.append(partial(tier.on_gained, blocks))
-    scheduler.prefix_cache.on_invalid = tier.forget
-    anchors = None
-    if states is not None and anchor_images is not None:
+    blocks, anchors = PooledFiles(scheduler.pool, images, files), None
+    if states is not None:
+        anchor_images = kv.anchor_images()
         files = BlockFiles(folder / "states", namespace, anchor_images.nbytes)
         anchors = PooledFiles(states.pool, anchor_images, files)
-        states.on_kept = partial(tier.on_gained, anchors)
     state_bytes = None if anchors is None else anchors.images.nbytes
     kv_files = KVFiles(folder.name, namespace, images.nbytes, state_bytes)
     engine.info = replace(engine.info, kv_files=kv_files)
-    tier.start([blocks] if anchors is None else [blocks, anchors])
-    row_seconds = _row_seconds(engine.proposer.timings)
-    return PrefixLoader(tier, blocks, scheduler.prefix_cache, anchors, states, row_seconds)
+    return DiskTier(root, max_bytes, blocks, anchors)
 
 
 def _namespace(config: Config, engine: Engine, sizes: object = ()) -> bytes:

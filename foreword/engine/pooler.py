@@ -47,7 +47,10 @@ class Pooler:
     @torch.inference_mode()
     def __call__(self, requests: Sequence[ScheduledRequest], batch: Batch) -> list[PoolOutput]:
         """batch  one chunk per request, in order, with num_pool_rows() sampled rows each"""
-        chunks = torch.split(self._forward(batch), [num_pool_rows(request) for request in requests])
+        hidden = self._forward(batch)
+        if hidden.is_cuda and not any(request.is_last_chunk for request in requests):
+            torch.cuda.synchronize()  # as in ModelRunner.run(): no result is read
+        chunks = torch.split(hidden, [num_pool_rows(request) for request in requests])
         return [_pool(request, rows) for request, rows in zip(requests, chunks, strict=True)]
 
 

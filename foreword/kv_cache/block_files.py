@@ -125,7 +125,7 @@ class BlockFiles:
                         times[shard.name] = shard.stat(follow_symlinks=False).st_mtime_ns
         return times
 
-    def write(self, digest: bytes, image: bytes) -> None:
+    def write(self, digest: bytes, image: bytes | memoryview) -> None:
         """Write a file under a temporary name, then rename it: no reader sees a part of it."""
         assert len(image) == self.image_bytes
         path = self.path(digest)
@@ -180,7 +180,7 @@ class BlockFiles:
             raise RefusedFile("checksum")
         return image
 
-    def _checksum(self, digest: bytes, image: bytes) -> bytes:
+    def _checksum(self, digest: bytes, image: bytes | memoryview) -> bytes:
         checksum = blake2b(self._namespace + digest, digest_size=DIGEST_BYTES, person=CHECKSUM_PERSON)
         checksum.update(image)
         return checksum.digest()
@@ -198,7 +198,7 @@ class BlockFiles:
         return self._folder / name[:2] / name
 
 
-def _write_all(fd: int, header: bytes, image: bytes) -> None:
+def _write_all(fd: int, header: bytes, image: bytes | memoryview) -> None:
     parts = [memoryview(header), memoryview(image)]
     while parts:
         written = os.writev(fd, parts)

@@ -31,17 +31,17 @@ class StateCache:
         self._free_slots = list(range(num_requests, 0, -1))
         self._passing: set[int] = set()  # anchors that leave the index when their request has passed them
         # Called with the content of an anchor that stays in the index, and the anchor
-        self.on_kept: Callable[[bytes, int], None] = lambda digest, anchor: None
+        self.on_kept: list[Callable[[bytes, int], None]] = []
 
     def on_block_lost(self, digest: bytes, block: int) -> None:
         """A block is no longer cached: without it, the anchor at its end is of no use."""
         self.pool.drop(digest)
 
-    def usable_blocks(self, digests: Sequence[bytes], elsewhere: Container[bytes] = ()) -> int:
+    def usable_blocks(self, digests: Sequence[bytes], elsewhere: Sequence[Container[bytes]] = ()) -> int:
         """How many of the leading cached blocks end at an anchor, one that is cached or `elsewhere`."""
         step = self._unit // self._block_size
         for count in range(len(digests) // step * step, 0, -step):
-            if digests[count - 1] in self.pool or digests[count - 1] in elsewhere:
+            if digests[count - 1] in self.pool or any(digests[count - 1] in each for each in elsewhere):
                 return count
         return 0
 
@@ -105,7 +105,7 @@ class StateCache:
         for anchor in self._passing.intersection(state.anchors.values()):
             self._passing.discard(anchor)
             if (digest := self.pool.digest_of(anchor)) is not None:
-                self.on_kept(digest, anchor)
+                self._keep(digest, anchor)
         self.pool.release(state.anchors.values())
         state.anchors.clear()
         self._free_slots.append(state.state_slot)
@@ -135,6 +135,10 @@ class StateCache:
         tokens = segment * SEGMENT
         return tokens % self.interval == 0 or tokens == (self.last_prompt_block(state) + 1) * self._block_size
 
+    def _keep(self, digest: bytes, anchor: int) -> None:
+        for on_kept in self.on_kept:
+            on_kept(digest, anchor)
+
     def _publish(self, state: RequestState, segment: int, anchor: int) -> None:
         block, rest = divmod(segment * SEGMENT, self._block_size)
         if rest or not 0 < block <= len(state.block_hashes) or self.pool.is_indexed(anchor):
@@ -142,7 +146,7 @@ class StateCache:
         self.pool.publish(anchor, state.block_hashes[block - 1])
         if self.pool.is_indexed(anchor):
             if self._is_kept(state, segment):
-                self.on_kept(state.block_hashes[block - 1], anchor)
+                self._keep(state.block_hashes[block - 1], anchor)
             else:
                 self._passing.add(anchor)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -131,25 +132,48 @@ class KVStorage:
 class CacheImages:
     """Entries of the cache as images: the bytes of one block or anchor in all layers, in one piece.
 
-    Only for memory of the host. An image that is read while its entry is written is torn.
+    Copies are done when a call returns. Those of read(), from any thread, run beside a GPU's steps: its entry
+    must be complete by then. An image that is read while its entry is written is torn.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Entry i has rows [i * rows, (i + 1) * rows) of each tensor."""
-        flat = [tensor.view(torch.uint8).flatten() for tensor in tensors if tensor.numel()]
-        sizes = [tensor.nbytes // tensor.shape[0] * rows for tensor in tensors if tensor.numel()]
-        self._parts = [(memoryview(t.numpy().data), size) for t, size in zip(flat, sizes, strict=True)]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        sizes = [tensor.nbytes // tensor.shape[0] * rows for tensor in tensors]
+        self._parts = [(t.view(torch.uint8).flatten(), size) for t, size in zip(tensors, sizes, strict=True)]
+        self._stream = torch.cuda.Stream() if any(tensor.is_cuda for tensor in tensors) else None  # type: ignore[no-untyped-call]
         self.nbytes = sum(sizes)  # of an image
         self.layout = tuple((str(tensor.dtype), *tensor.shape[1:]) for tensor in tensors)
 
-    def read(self, index: int) -> bytes:
-        return b"".join([part[index * size : (index + 1) * size] for part, size in self._parts])
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._stream is not None
 
-    def write(self, index: int, image: bytes) -> None:
+    def new_image(self) -> Tensor:
+        """uint8 [nbytes] of the host, pinned for a GPU."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
+
+    def read(self, index: int, image: Tensor) -> None:
+        """Copy an entry to an image."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for piece, part in self._pieces(index, image):
+                piece.copy_(part, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def write(self, index: int, image: Tensor) -> None:
+        """Copy an image to an entry, after all work that is launched."""
+        for piece, part in self._pieces(index, image):
+            part.copy_(piece, non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()
+
+    def _pieces(self, index: int, image: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece of an image, with the bytes of a tensor that it is a copy of."""
         assert len(image) == self.nbytes
-        view, start = memoryview(image), 0
+        start = 0
         for part, size in self._parts:
-            part[index * size : (index + 1) * size] = view[start : start + size]
+            yield image[start : start + size], part[index * size : (index + 1) * size]
             start += size
 
 
@@ -157,10 +181,11 @@ def _own_tensors(
     parts: Sequence[KVLayer | StateLayer], kinds: tuple[type[KVLayer | StateLayer], ...]
 ) -> list[Tensor]:
     """The tensors of these kinds of memory; V of latent attention is a view of K."""
-    own: dict[int, Tensor] = {}
+    own: dict[tuple[int, int], Tensor] = {}  # by storage and offset in bytes
     for part in parts:
         values = [getattr(part, name) for name in part.__slots__] if isinstance(part, kinds) else []
         for tensor in (value for value in values if isinstance(value, Tensor)):
-            if (known := own.get(tensor.data_ptr())) is None or tensor.nbytes > known.nbytes:
-                own[tensor.data_ptr()] = tensor
+            place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize
+            if (known := own.get(place)) is None or tensor.nbytes > known.nbytes:
+                own[place] = tensor
     return list(own.values())

@@ -190,9 +190,23 @@ CATALOG = (
     _counter(
         "kv_adopted_tokens_total", "Tokens of KV that engines took over from the memory of the one before."
     ),
+    _counter(
+        "kv_host_hit_tokens_total", "Tokens whose KV was read from host memory; cache hits include them."
+    ),
+    _counter("kv_host_bytes_total", "Bytes of KV read from host memory or written to it.", "direction"),
+    _counter(
+        "kv_host_seconds_total", "Time to read and write them; reads include the copy to blocks.", "direction"
+    ),
+    _counter(
+        "kv_host_avoided_seconds_total",
+        "Time that computing the tokens read from host memory would have taken, expected.",
+    ),
+    _counter("kv_host_lost_writes_total", "Blocks that were not written to it, by reason.", "reason"),
     _counter("kv_disk_hit_tokens_total", "Tokens whose KV was read from disk; cache hits include them."),
     _counter("kv_disk_bytes_total", "Bytes of KV that were read from disk or written to it.", "direction"),
-    _counter("kv_disk_seconds_total", "Time to read and write them, in the background.", "direction"),
+    _counter(
+        "kv_disk_seconds_total", "Time to read and write them; reads include the copy to blocks.", "direction"
+    ),
     _counter(
         "kv_disk_avoided_seconds_total", "Time that computing the tokens read would have taken, expected."
     ),

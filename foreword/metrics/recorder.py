@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, KVDiskStats, StepStats, TokenEvent
+from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, KVTierStats, StepStats, TokenEvent
 from foreword.core.request import Request
 from foreword.errors import ForewordError, safe_message
 from foreword.metrics import logging_stats as log
@@ -49,15 +49,15 @@ STEP_GAUGES = (
 )
 IMAGE_COUNTERS = ("images_encoded_total", "image_cache_hits_total")
 STEP_COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "preemptions_total")
-DISK_COUNTERS = {  # fields of KVDiskStats
-    "hit_tokens": ("kv_disk_hit_tokens_total",),
-    "avoided_seconds": ("kv_disk_avoided_seconds_total",),
-    "read_bytes": ("kv_disk_bytes_total", "read"),
-    "written_bytes": ("kv_disk_bytes_total", "write"),
-    "read_seconds": ("kv_disk_seconds_total", "read"),
-    "write_seconds": ("kv_disk_seconds_total", "write"),
-    "write_errors": ("kv_disk_lost_writes_total", "error"),
-    "dropped_blocks": ("kv_disk_lost_writes_total", "queue"),
+TIER_COUNTERS = {  # fields of KVTierStats, and what follows foreword_kv_TIER_
+    "hit_tokens": ("hit_tokens_total",),
+    "avoided_seconds": ("avoided_seconds_total",),
+    "read_bytes": ("bytes_total", "read"),
+    "written_bytes": ("bytes_total", "write"),
+    "read_seconds": ("seconds_total", "read"),
+    "write_seconds": ("seconds_total", "write"),
+    "write_errors": ("lost_writes_total", "error"),
+    "dropped_blocks": ("lost_writes_total", "queue"),
 }
 DRAFTING_SECONDS = {
     "spec_predicted_step_seconds_total": "predicted_seconds",
@@ -312,8 +312,8 @@ class MetricsRecorder(ServerCounters):
             self._registry.add("spec_drafter_errors_total", new_errors, drafter)
         for stage, faults in stats.faults.items():
             self._registry.add("engine_faults_total", _delta(before.faults.get(stage, 0), faults), stage)
-        if stats.kv_disk is not None:
-            self._count_disk(before.kv_disk or KVDiskStats(), stats.kv_disk)
+        for tier, totals in stats.kv_tiers.items():
+            self._count_tier(tier, before.kv_tiers.get(tier, KVTierStats()), totals)
         if self._speculative:
             self._count_decisions(before.drafting, stats.drafting)
         interval = self._interval
@@ -330,10 +330,11 @@ class MetricsRecorder(ServerCounters):
         for span in {progress.span for progress in self._live.values() if progress.span is not None}:
             span.on_restart()
 
-    def _count_disk(self, before: KVDiskStats, now: KVDiskStats) -> None:
-        """Count what the disk tier did since the last step."""
-        for field, (name, *labels) in DISK_COUNTERS.items():
-            self._registry.add(name, _delta(getattr(before, field), getattr(now, field)), *labels)
+    def _count_tier(self, tier: str, before: KVTierStats, now: KVTierStats) -> None:
+        """Count what a tier of the KV cache did since the last step."""
+        for field, (name, *labels) in TIER_COUNTERS.items():
+            count = _delta(getattr(before, field), getattr(now, field))
+            self._registry.add(f"kv_{tier}_{name}", count, *labels)
         for reason, count in now.refused.items():
             new_count = _delta(before.refused.get(reason, 0), count)
             self._registry.add("kv_disk_refused_files_total", new_count, reason)

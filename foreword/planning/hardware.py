@@ -76,6 +76,7 @@ class HardwareInfo:
     capability: tuple[int, int] = (0, 0)  # compute capability
     native_library_error: str | None = None  # why the native library is not available
     cgroup_limit: int | None = None  # bytes; None: it does not limit free_bytes
+    host_free_bytes: int | None = None  # memory of a GPU's host; None: not known
 
 
 def apply_placement(config: Config) -> None:
@@ -121,6 +122,7 @@ def hardware_info(hardware: HardwareProbe) -> HardwareInfo:
         supports_bfloat16=hardware.bfloat16,
         total_bytes=hardware.gpu_total_bytes if gpu else hardware.total_bytes,
         cgroup_limit=None if gpu else hardware.cgroup_limit,
+        host_free_bytes=hardware.free_bytes if gpu else None,
         gpu=hardware.gpu,
         capability=hardware.capability,
     )

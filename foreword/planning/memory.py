@@ -190,26 +190,26 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str, dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskBlock:
-    """Files of --kv-cache-dir."""
+class TierBlock:
+    """Images of --kv-cache-dir and --kv-cache-host-memory."""
 
-    file_bytes: int  # of a block
+    num_bytes: int  # of a block
     bytes_per_token: float  # with the states that a long prompt leaves
     state_bytes: int  # of one state; 0: no layer has any
 
 
-def disk_block(
+def tier_block(
     config: Config, hardware: HardwareInfo, model: ModelInfo, drafter: ModelInfo | None, header_bytes: int
-) -> DiskBlock:
-    """A block has what the model and a trained head keep of its tokens; a draft model's is not on disk."""
+) -> TierBlock:
+    """A block has what the model and a trained head keep of its tokens; a draft model's is in no tier."""
     dtype, _ = resolve_dtypes(config, hardware, model)
     kept = [model, *([drafter] if drafter is not None and drafter.is_head else [])]
     per_token = sum(kv_bytes_per_token(info, resolve_kv_dtype(config, dtype), dtype) for info in kept)
-    file_bytes = header_bytes + config.block_size * per_token
+    num_bytes = header_bytes + config.block_size * per_token
     states = plan_states(config, hardware, model)
     state_bytes = 0 if states is None else header_bytes + states.anchor_bytes
     state_share = 0.0 if states is None else state_bytes / states.interval
-    return DiskBlock(file_bytes, file_bytes / config.block_size + state_share, state_bytes)
+    return TierBlock(num_bytes, num_bytes / config.block_size + state_share, state_bytes)
 
 
 def scratch_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo], dtype: str) -> int:
@@ -295,14 +295,16 @@ class MemorySizes:
     block: int  # one block of the KV cache, with its share of the kept anchors
     lora: int  # room for adapters
     states: int = 0  # of the requests that may run
+    host: int = 0  # --kv-cache-host-memory, where the device's memory is the host's
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.states
+        return self.weights + self.states + self.host
 
     def __str__(self) -> str:
         states = f", the states of requests {self.states / GIB:.2f} GiB" if self.states else ""
-        return f"{self.weights / GIB:.2f} GiB{states}"
+        host = f", kv_cache_host_memory {self.host / GIB:.2f} GiB" if self.host else ""
+        return f"{self.weights / GIB:.2f} GiB{states}{host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +378,14 @@ def memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelI
         block,
         lora,
         0 if states is None else states.fixed_bytes,
+        host_tier_bytes(config) if hardware.device == "cpu" else 0,
     )
+
+
+def host_tier_bytes(config: Config) -> int:
+    """Host memory for KV blocks beside those of the device."""
+    size = config.kv_cache_host_memory
+    return 0 if size is None else parse_bytes("kv_cache_host_memory", size)
 
 
 def estimate_gpu_memory(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> DeviceMemory:

@@ -14,6 +14,7 @@ from foreword.planning.memory import (
     batch_limits,
     cpu_reserve,
     format_bytes,
+    host_tier_bytes,
     kv_bytes_per_token,
     lora_bytes,
     min_context,
@@ -123,6 +124,8 @@ class _Plan:
 
     def others(self, resolved: ResolvedConfig | None) -> Iterator[MemoryPart]:
         config, model = self._config, self._model
+        if self._hardware.device == "cpu" and (num_bytes := host_tier_bytes(config)):
+            yield MemoryPart("host memory", num_bytes, "KV blocks that the KV cache has no room for")
         if model.image_token_id is not None:
             yield MemoryPart("image cache", parse_bytes("image_cache_memory", config.image_cache_memory))
         memory = None if resolved is None else resolved.memory

@@ -26,6 +26,8 @@ from foreword.planning.memory import (
     blocks_for,
     cpu_reserve,
     estimate_gpu_memory,
+    format_bytes,
+    host_tier_bytes,
     kv_bytes_per_token,
     memory_sizes,
     min_context,
@@ -146,11 +148,12 @@ def resolve(
 
 
 def _share(hardware: HardwareInfo, config: Config) -> HardwareInfo:
-    """One replica's part of the cores, unless it has `cpus` of its own, and of a CPU's memory."""
+    """One replica's part of the cores, unless it has `cpus` of its own, and of the host's memory."""
     count = max(config.replicas, 1)
     cores = hardware.cores // count if config.cpus is None else hardware.cores
     memory = hardware.free_bytes // count if hardware.device == "cpu" else hardware.free_bytes
-    return replace(hardware, cores=max(cores, 1), free_bytes=memory)
+    host = None if hardware.host_free_bytes is None else hardware.host_free_bytes // count
+    return replace(hardware, cores=max(cores, 1), free_bytes=memory, host_free_bytes=host)
 
 
 class _DoesNotFit(ConfigError):
@@ -292,9 +295,12 @@ def _out_of_memory_error(config: Config, memory: DeviceMemory, bytes_per_token: 
 
 
 def _check_device(config: Config, hardware: HardwareInfo) -> None:
-    """Raises ConfigError for data types, and a cache on disk, that the device does not support."""
-    if hardware.device == "cuda" and config.kv_cache_dir is not None:
-        raise ConfigError("kv_cache_dir needs --device cpu: a GPU's KV cache is not kept", "kv_cache_dir")
+    """Raises ConfigError for data types and memory that the device does not support."""
+    host_bytes, host_free = host_tier_bytes(config), hardware.host_free_bytes
+    if host_free is not None and host_bytes > host_free:
+        free = f"{format_bytes(host_free)} of the host's memory are free for each engine"
+        problem = f"kv_cache_host_memory {config.kv_cache_host_memory} does not fit: {free}"
+        raise ConfigError(problem, "kv_cache_host_memory")
     if hardware.device == "cuda" and config.kv_cache_shared_memory:
         raise ConfigError("kv_cache_shared_memory needs --device cpu", "kv_cache_shared_memory")
     if hardware.device == "cpu" and config.quantization == "fp8":
@@ -324,6 +330,11 @@ def _default_threads(hardware: HardwareInfo, weights: int) -> int:
 def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, ...]:
     wants_bfloat16 = config.dtype == "auto" and model.dtype == "bfloat16"
     notes = list(model.unused_parts)
+    tiers = [name for name in ("kv_cache_host_memory", "kv_cache_dir") if getattr(config, name) is not None]
+    if hardware.device == "cuda" and tiers:
+        notes.append(f"{' and '.join(tiers)}: not tried on a GPU yet")
+    elif config.kv_cache_host_memory is not None:
+        notes.append("kv_cache_host_memory is for GPUs: here a larger kv_cache_memory does the same sooner")
     if hardware.device == "cuda" and wants_bfloat16 and not hardware.supports_bfloat16:
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:

@@ -103,6 +103,11 @@ def test_directory_of_kv_blocks_is_named_with_its_limit() -> None:
     assert not any(line.startswith("disk:") for line in banner_lines(Config(), INFO, "demo", URL, 1.0))
 
 
+def test_host_memory_for_kv_blocks_is_named() -> None:
+    line = "host memory: KV blocks that the KV cache loses are kept in 8GiB"
+    assert line in banner_lines(Config(kv_cache_host_memory="8GiB"), INFO, "demo", URL, 1.0)
+
+
 def test_speculation_line_names_drafters_length_and_flag() -> None:
     assert speculation_line(INFO) == (
         "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; "

@@ -141,6 +141,23 @@ def test_disk_of_the_kv_cache_is_checked(
         assert re.search(rf"no +disk: .*{re.escape(reasons[problem])}", text), problem
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_host_memory_of_the_kv_cache_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    model = write_checkpoint(tmp_path / "tiny", family)
+    code, text = check(capsys, str(model), "--kv-cache-host-memory", "100KiB")
+    (tokens,) = re.findall(r"ok +host memory: 100.0 KiB of each engine hold (\d+) tokens", text)
+    assert code == 0 and re.search(r"^ +host memory +100.0 KiB", text, re.MULTILINE), "a part of the plan"
+    engine = load_engine(model, max_model_len=128, kv_cache_host_memory="100KiB")
+    assert engine.prefix_loader is not None
+    num_slots = len(engine.prefix_loader.tiers[0].blocks._free)  # type: ignore[attr-defined]
+    assert 0 <= int(tokens) - 16 * num_slots < 16
+    engine.close()
+    code, text = check(capsys, str(model), "--kv-cache-host-memory", "100")
+    assert code == 1 and "kv_cache_host_memory 100 holds no block: a block of 16 tokens has" in text
+
+
 def test_shared_memory_and_a_limit_without_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

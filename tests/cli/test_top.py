@@ -96,6 +96,11 @@ foreword_kv_disk_bytes_total{direction="read",model="big"} 3000000.0
 foreword_kv_disk_bytes_total{direction="write",model="big"} 5000000000.0
 foreword_kv_disk_seconds_total{direction="read",model="big"} 2.0
 foreword_kv_disk_avoided_seconds_total{model="big"} 14.5
+foreword_kv_host_hit_tokens_total{model="big"} 4.0
+foreword_kv_host_bytes_total{direction="read",model="big"} 1000000.0
+foreword_kv_host_bytes_total{direction="write",model="big"} 2000000.0
+foreword_kv_host_seconds_total{direction="read",model="big"} 0.5
+foreword_kv_host_avoided_seconds_total{model="big"} 2.0
 """
 
 
@@ -105,7 +110,8 @@ def test_tiers_of_the_kv_cache_are_shown_where_there_are_some() -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("kv from"))
     assert [line.split() for line in lines[start:]] == [
         ["kv", "from", "model", "tokens", "cached", "taken", "over", "read", "written", "saved"],
-        ["memory", "big", "10", "10%", "0", "-", "-", "-"],
+        ["memory", "big", "6", "6%", "0", "-", "-", "-"],
+        ["host", "big", "4", "4%", "-", "1.0MB", "2.0MB", "1.5s"],
         ["disk", "big", "20", "20%", "-", "3.0MB", "5.0GB", "12.5s"],
         ["memory", "small", "0", "-", "64", "-", "-", "-"],
     ]

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreword.kv_cache import disk_tier
+from foreword.kv_cache import disk_tier, tier
 from foreword.kv_cache.block_files import BlockFiles
 from foreword.kv_cache.block_pool import BlockPool
-from foreword.kv_cache.disk_tier import DiskTier, PooledFiles, ReadJob
+from foreword.kv_cache.disk_tier import DiskTier, PooledFiles
 from foreword.kv_cache.storage import CacheImages
+from foreword.kv_cache.tier import ReadJob
 from tests.support.waiting import wait_until
 
 NUM_BLOCKS = 8
@@ -31,7 +32,7 @@ class Cache:
         self.pool = BlockPool(NUM_BLOCKS)
         files = BlockFiles(root / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
         self.pooled = PooledFiles(self.pool, CacheImages([self.memory], 4), files)
-        self.tier = DiskTier(root, max_bytes)
+        self.tier = DiskTier(root, max_bytes, self.pooled)
         self.pool.on_gained.append(lambda digest, block: self.tier.on_gained(self.pooled, digest, block))
 
     def fill(self, number: int) -> bytes:
@@ -59,17 +60,17 @@ def read_all(cache: Cache, job: ReadJob) -> list[bytes]:
     wait_until(lambda: job.is_done)
     images = []
     while (read := cache.tier.take(job)) is not None:
-        images.append(read[2])
+        images.append(read[2].numpy().tobytes())
     return images
 
 
 def test_written_behind_and_read_back(cache: Cache) -> None:
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     digests = [cache.fill(number) for number in range(5)]
     cache.wait()
     job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
     assert read_all(cache, job) == [bytes([number] * 64) for number in range(5)]
-    stats = cache.tier.stats(0, 0.0)
+    stats = cache.tier.stats()
     assert stats.written_bytes == stats.read_bytes == 5 * cache.pooled.files.file_bytes
 
 
@@ -79,20 +80,22 @@ def test_block_that_is_reused_while_it_is_copied_is_not_written(
     """The engine reuses each second block in the middle of the thread's copy."""
     read, reused = cache.pooled.images.read, []
 
-    def copy(block: int) -> bytes:
-        half = read(block)[:32]
+    def copy(block: int, image: torch.Tensor) -> None:
+        read(block, image)
+        half = image[:32].clone()
         digest = cache.pool.digest_of(block)
         if block % 2:
             reused.append(digest)
             cache.pool.invalidate([block])  # as allocate() does
             cache.memory[block * 4 : block * 4 + 4] = 99
-        return half + read(block)[32:]
+        read(block, image)
+        image[:32] = half
 
     monkeypatch.setattr(cache.pooled.images, "read", copy)
     digests = [cache.fill(number) for number in range(NUM_BLOCKS)]
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     cache.wait()
-    assert reused and cache.pooled.on_disk == cache.pooled.files.digests() == set(digests) - set(reused)
+    assert reused and cache.pooled.stored == cache.pooled.files.digests() == set(digests) - set(reused)
     for number, digest in enumerate(digests):
         if digest not in reused:
             assert cache.pooled.files.read(digest) == bytes([number] * 64)
@@ -100,29 +103,29 @@ def test_block_that_is_reused_while_it_is_copied_is_not_written(
 
 def test_block_that_is_lost_before_its_turn_is_not_written(cache: Cache) -> None:
     digests = [cache.fill(number) for number in range(NUM_BLOCKS + 3)]
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     cache.wait()
     assert cache.pooled.files.digests() == set(digests[3:])
 
 
 def test_full_queue_drops_blocks(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MAX_QUEUED_WRITES", 2)
+    monkeypatch.setattr(tier, "MAX_QUEUED_WRITES", 2)
     digests = [cache.fill(number) for number in range(5)]
     assert cache.tier.num_dropped == 3
-    cache.tier.start([cache.pooled])
-    wait_until(lambda: cache.pooled.on_disk == set(digests[:2]))
+    cache.tier.start()
+    wait_until(lambda: cache.pooled.stored == set(digests[:2]))
 
 
 def test_close_writes_what_is_queued(cache: Cache) -> None:
     cache.tier._next_write_s = 1e6
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     digests = [cache.fill(number) for number in range(5)]
     cache.tier.close()
     assert cache.pooled.files.digests() == set(digests) and not cache.tier.is_alive
 
 
 def test_job_slower_than_computing_stops(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
     cache.wait()
     ticks = count()
@@ -133,8 +136,8 @@ def test_job_slower_than_computing_stops(cache: Cache, monkeypatch: pytest.Monke
 
 
 def test_staged_images_are_bounded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MAX_STAGED_BYTES", 100)
-    cache.tier.start([cache.pooled])
+    monkeypatch.setattr(tier, "MAX_STAGED_BYTES", 100)
+    cache.tier.start()
     keys = [(cache.pooled, cache.fill(number)) for number in range(8)]
     cache.wait()
     job, other = ReadJob(keys, 1e9, 0.0), ReadJob(keys[:1], 1e9, 0.0)
@@ -154,7 +157,7 @@ def test_blocks_that_may_be_wrong_are_removed(cache: Cache, monkeypatch: pytest.
     digests = [cache.fill(number) for number in range(4)]
     write = cache.pooled.files.write
 
-    def write_and_forget(digest: bytes, image: bytes) -> None:
+    def write_and_forget(digest: bytes, image: memoryview) -> None:
         write(digest, image)
         if digest == digests[0]:
             cache.tier.forget(digests[:1])
@@ -163,13 +166,13 @@ def test_blocks_that_may_be_wrong_are_removed(cache: Cache, monkeypatch: pytest.
             cache.tier._closes_at_s = 0.0
 
     monkeypatch.setattr(cache.pooled.files, "write", write_and_forget)
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     wait_until(lambda: not cache.tier.is_alive)
-    assert cache.pooled.files.digests() == cache.pooled.on_disk == {digests[1]}
+    assert cache.pooled.files.digests() == cache.pooled.stored == {digests[1]}
 
 
 def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     digest = cache.fill(1)
     cache.wait()
     broken = threading.Event()
@@ -189,11 +192,11 @@ def test_error_ends_the_tier_alone(cache: Cache, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.full
 def test_files_of_a_replica_are_found(cache: Cache, tmp_path: Path) -> None:
     other = Cache(tmp_path)
-    other.tier.start([other.pooled])
-    cache.tier.start([cache.pooled])
+    other.tier.start()
+    cache.tier.start()
     for number in range(3):
         digest = cache.fill(number)
-        wait_until(lambda digest=digest: digest in other.pooled.on_disk)
+        wait_until(lambda digest=digest: digest in other.pooled.stored)
     job = ReadJob([(other.pooled, digest)], 1e9, 0.0)
     assert read_all(other, job) == [bytes([2] * 64)]
     other.tier.close()
@@ -201,12 +204,12 @@ def test_files_of_a_replica_are_found(cache: Cache, tmp_path: Path) -> None:
 
 def test_blocks_that_a_sweep_removed_are_written_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path, max_bytes=700)
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     for number in range(40):
         cache.fill(number)
         cache.wait()
-    assert cache.pooled.on_disk == cache.pooled.files.digests()
-    assert 0 < len(cache.pooled.on_disk) * cache.pooled.files.file_bytes <= 700
+    assert cache.pooled.stored == cache.pooled.files.digests()
+    assert 0 < len(cache.pooled.stored) * cache.pooled.files.file_bytes <= 700
     digest = cache.fill(0)
     cache.wait()
     assert digest in cache.pooled.files.digests()
@@ -228,12 +231,12 @@ def test_undeletable_files_cost_few_sweeps_and_one_warning(
 
     monkeypatch.setattr(os, "unlink", fail)
     monkeypatch.setattr(disk_tier, "sweep", lambda *args: (next(sweeps), sweep(*args))[1])
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     for number in range(100):
         cache.fill(number)
         cache.wait()
     cache.tier.close()
-    num_bytes = cache.tier.stats(0, 0.0).written_bytes
+    num_bytes = cache.tier.stats().written_bytes
     assert num_bytes == 100 * cache.pooled.files.file_bytes
     assert 1 < next(sweeps) <= num_bytes // ((1 << 16) // disk_tier.MIN_SWEEP_SHARE) + 1
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
@@ -248,23 +251,23 @@ def test_directory_that_cannot_be_read_is_told_once(
     blocks.rmdir()
     blocks.write_bytes(b"")
     caplog.set_level("DEBUG")
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     wait_until(lambda: len(caplog.records) > 3)
     assert [record.levelname for record in caplog.records[:3]] == ["WARNING", "DEBUG", "DEBUG"]
     assert "the KV cache's directory cannot be read: Not a directory" in caplog.text
 
 
 def test_files_deleted_by_hand_are_written_again(cache: Cache, tmp_path: Path) -> None:
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     digests = [cache.fill(number) for number in range(5)]
     cache.wait()
     cache.pool.drop(digests[4])
     for digest in digests[2:]:
         cache.pooled.files.path(digest).unlink()
     files = BlockFiles(tmp_path / f"model-{bytes(16).hex()}" / "blocks", bytes(16), 64)
-    wait_until(lambda: cache.pooled.on_disk == files.digests() == set(digests[:4]))
+    wait_until(lambda: cache.pooled.stored == files.digests() == set(digests[:4]))
     shutil.rmtree(tmp_path / f"model-{bytes(16).hex()}")
-    wait_until(lambda: cache.pooled.on_disk == files.digests() == set(digests[:4]))
+    wait_until(lambda: cache.pooled.stored == files.digests() == set(digests[:4]))
     keys = [(cache.pooled, digest) for digest in digests[:4]]
     assert read_all(cache, ReadJob(keys, 1e9, 0.0)) == [bytes([number] * 64) for number in range(4)]
 
@@ -273,14 +276,14 @@ def test_file_that_is_missing_ends_a_job_and_is_forgotten(cache: Cache) -> None:
     digests = [number.to_bytes(16, "big") for number in range(3)]
     for digest in digests:
         cache.pooled.files.write(digest, bytes(64))
-    cache.pooled.on_disk.update(digests)
+    cache.pooled.stored.update(digests)
     cache.tier._next_refresh_s = 1e12
-    cache.tier.start([cache.pooled])
+    cache.tier.start()
     for digest in digests[1:]:
         cache.pooled.files.path(digest).unlink()
     job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
     assert read_all(cache, job) == [bytes(64)] and cache.tier.refused == {"missing": 1}
-    wait_until(lambda: cache.pooled.on_disk == {digests[0]})
+    wait_until(lambda: cache.pooled.stored == {digests[0]})
 
 
 @pytest.mark.parametrize(("num_files", "is_lost"), [(4, False), (4, True), (20, False)])
@@ -289,18 +292,17 @@ def test_deleted_block_is_written_again_where_there_is_room(
 ) -> None:
     """The tier's thread does not run: the test does what it would."""
     cache = Cache(tmp_path, max_bytes=24 * (64 + 64))
-    cache.tier._pools = [cache.pooled]
     for number in range(num_files):
         cache.pooled.files.write(bytes([99, *range(14), number]), bytes(64))
     digest = (7).to_bytes(16, "big")
-    cache.pooled.on_disk = {digest, *cache.pooled.files.digests()}
+    cache.pooled.stored = {digest, *cache.pooled.files.digests()}
     cache.pooled.files.path(digest).parent.mkdir()
     cache.fill(7)
     assert not cache.tier._writes, "it is said to be on disk"
     if is_lost:  # the engine reuses the block between the two looks at the index
         blocks = iter([cache.pool.block_of(digest), None])
         monkeypatch.setattr(cache.pool, "block_of", lambda digest: next(blocks))
-    cache.tier._refresh()
-    assert cache.pooled.on_disk == cache.pooled.files.digests()
+    cache.tier._on_idle()
+    assert cache.pooled.stored == cache.pooled.files.digests()
     is_written = num_files == 4 and not is_lost
     assert (digest in cache.pooled.queued) == bool(cache.tier._writes) == is_written

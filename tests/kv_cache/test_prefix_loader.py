@@ -31,11 +31,9 @@ class Engine:
         self.prefix_cache = PrefixCache(self.pool, BLOCK_SIZE, True)
         files = BlockFiles(root / f"model-{bytes(16).hex()}" / "blocks", bytes(16), BLOCK_SIZE * 16)
         self.pooled = PooledFiles(self.pool, CacheImages([self.memory], BLOCK_SIZE), files)
-        self.tier = DiskTier(root, 1 << 20)
+        self.tier = DiskTier(root, 1 << 20, self.pooled)
         self.clock = FakeClock()
-        self.loader = PrefixLoader(
-            self.tier, self.pooled, self.prefix_cache, row_seconds=row_seconds, clock=self.clock
-        )
+        self.loader = PrefixLoader([self.tier], self.prefix_cache, row_seconds=row_seconds, clock=self.clock)
         self.live: dict[str, RequestState] = {}
 
     def add(self, name: str, num_tokens: int = 21) -> RequestState:
@@ -73,7 +71,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(root: Path) -> Iterator[Engine]:
     engine = Engine(root)
-    engine.tier.start([engine.pooled])
+    engine.tier.start()
     yield engine
     engine.tier.close()
 
@@ -84,7 +82,7 @@ def test_prefix_is_read_into_free_blocks(engine: Engine) -> None:
     assert state.is_loading and other.is_loading
     engine.run()
     assert not state.is_loading and engine.num_cached(state) == 5 and engine.num_cached(other) == 3
-    assert engine.loader.hit_tokens == 20, "the common blocks are read once"
+    assert engine.tier.hit_tokens == 20, "the common blocks are read once"
     for number, digest in enumerate(state.block_hashes[:5]):
         block = engine.pool.acquire(digest)
         assert block is not None
@@ -96,7 +94,7 @@ def test_longer_prompt_reads_the_rest(engine: Engine) -> None:
     longer = engine.add("b", 25)
     engine.step()
     engine.run()
-    assert engine.num_cached(longer) == 6 and engine.loader.hit_tokens == 24
+    assert engine.num_cached(longer) == 6 and engine.tier.hit_tokens == 24
 
 
 def test_nothing_is_read_without_room_for_all_of_it(engine: Engine) -> None:
@@ -135,7 +133,7 @@ def test_only_what_is_faster_to_read_is_read(
     monkeypatch.setattr(
         engine.tier, "read_seconds", lambda num_bytes: num_bytes / engine.pooled.files.file_bytes
     )
-    engine.tier.start([engine.pooled])
+    engine.tier.start()
     state = engine.add("a")  # 5 blocks of a second each
     engine.step()
     assert state.is_loading == is_read

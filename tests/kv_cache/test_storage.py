@@ -5,7 +5,7 @@ import torch
 
 from foreword.core.batch import HybridLayer, HybridShape, KVLayer, KVShape
 from foreword.core.states import StateShape, StateSizes
-from foreword.kv_cache.storage import KVStorage
+from foreword.kv_cache.storage import CacheImages, KVStorage
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("float16", 2)])
@@ -65,13 +65,19 @@ def test_block_image_holds_a_block_and_nothing_else(dtype: str, shapes: list[KVS
                 tensor.copy_(torch.randint(-99, 99, tensor.shape))
     before = [[t.clone() for t in tensors_of(target.layer(i))] for i in range(len(shapes))]
     assert source.block_images().nbytes * 4 == source.nbytes
-    target.block_images().write(1, source.block_images().read(2))
+    copy_entry(source.block_images(), 2, target.block_images(), 1)
     for index in range(len(shapes)):
         for old, new, copied in zip(
             before[index], tensors_of(target.layer(index)), tensors_of(source.layer(index)), strict=True
         ):
             assert torch.equal(new[8:16], copied[16:24])
             assert torch.equal(new[:8], old[:8]) and torch.equal(new[16:], old[16:])
+
+
+def copy_entry(source: CacheImages, index: int, target: CacheImages, to: int) -> None:
+    image = source.new_image()
+    source.read(index, image)
+    target.write(to, image)
 
 
 def tensors_of(layer: KVLayer) -> list[torch.Tensor]:
@@ -87,6 +93,6 @@ def test_anchor_image_holds_the_states_of_all_layers():
     layer = kv.layer(1)
     assert isinstance(layer, HybridLayer) and layer.state is not None
     layer.state.matrices[2], layer.state.tails[2] = 5.0, 6.0
-    kv.anchor_images().write(4, kv.anchor_images().read(2))
+    copy_entry(kv.anchor_images(), 2, kv.anchor_images(), 4)
     assert layer.state.matrices[4].eq(5).all() and layer.state.tails[4].eq(6).all()
     assert not layer.state.matrices[3].any()

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.core.finish import Repetition
-from foreword.core.outputs import DraftingStats, DraftResult, KVDiskStats, StepStats, TokenEvent, truncate
+from foreword.core.outputs import DraftingStats, DraftResult, KVTierStats, StepStats, TokenEvent, truncate
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
@@ -316,16 +316,26 @@ def test_steps_set_gauges_and_add_deltas(recorder: MetricsRecorder) -> None:
     assert series["spec_drafter_errors_total", "ngram"] == 1
 
 
-def test_disk_tier_is_counted_through_restarts(recorder: MetricsRecorder) -> None:
-    recorder.on_step(StepStats(step=1, kv_disk=KVDiskStats(64, 2.0, 100, 0.5, 200, 0.25, 1, 2, {"size": 3})))
-    recorder.on_step(StepStats(step=2, kv_disk=KVDiskStats(64, 2.0, 100, 0.5, 300, 0.5, 1, 2, {"size": 3})))
+def test_tiers_are_counted_through_restarts(recorder: MetricsRecorder) -> None:
+    recorder.on_step(
+        StepStats(step=1, kv_tiers={"disk": KVTierStats(64, 2.0, 100, 0.5, 200, 0.25, 1, 2, {"size": 3})})
+    )
+    recorder.on_step(
+        StepStats(step=2, kv_tiers={"disk": KVTierStats(64, 2.0, 100, 0.5, 300, 0.5, 1, 2, {"size": 3})})
+    )
+    tiers = {**recorder._stats[""].kv_tiers, "host": KVTierStats(32, 1.0, 50, 0.5, 60, 0.25)}
+    recorder.on_step(StepStats(step=3, kv_tiers=tiers))
     recorder.on_restart("signal 9")
-    recorder.on_step(StepStats(step=1, adopted_tokens=160, kv_disk=KVDiskStats(16, refused={"checksum": 1})))
+    recorder.on_step(
+        StepStats(step=1, adopted_tokens=160, kv_tiers={"disk": KVTierStats(16, refused={"checksum": 1})})
+    )
     series = scrape(recorder)
     assert series["kv_adopted_tokens_total",] == 160
     assert series["kv_disk_hit_tokens_total",] == 80 and series["kv_disk_avoided_seconds_total",] == 2.0
     assert series["kv_disk_bytes_total", "read"] == 100 and series["kv_disk_bytes_total", "write"] == 300
     assert series["kv_disk_seconds_total", "read"] == series["kv_disk_seconds_total", "write"] == 0.5
+    assert series["kv_host_hit_tokens_total",] == 32 and series["kv_host_bytes_total", "write"] == 60
+    assert series["kv_host_seconds_total", "read"] == 0.5 and series["kv_host_avoided_seconds_total",] == 1.0
     assert series["kv_disk_refused_files_total", "size"] == 3
     assert series["kv_disk_refused_files_total", "checksum"] == 1
     assert series["kv_disk_lost_writes_total", "error"] == 1

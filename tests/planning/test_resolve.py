@@ -408,10 +408,30 @@ def test_fp8_needs_a_gpu(name: str) -> None:
     assert getattr(resolve(Config(**{name: "fp8"}), GPU, MODEL), name) == "fp8"
 
 
-def test_kv_cache_on_disk_needs_a_cpu() -> None:
-    assert resolve(Config(kv_cache_dir="kv"), CPU, MODEL).device == "cpu"
-    with pytest.raises(ConfigError, match="kv_cache_dir needs --device cpu"):
-        resolve(Config(kv_cache_dir="kv"), GPU, MODEL)
+def test_tiers_of_a_gpu_have_a_note_and_shared_memory_is_refused() -> None:
+    assert resolve(Config(kv_cache_dir="kv"), CPU, MODEL).notes == ()
+    (note,) = resolve(Config(kv_cache_dir="kv"), GPU, MODEL).notes
+    assert note == "kv_cache_dir: not tried on a GPU yet"
+    with pytest.raises(ConfigError, match="kv_cache_shared_memory needs --device cpu"):
+        resolve(Config(kv_cache_shared_memory=True), GPU, MODEL)
+
+
+def test_host_memory_counts_where_it_is() -> None:
+    """On a GPU against the host's free memory, which replicas share; on a CPU against the model's."""
+    host = replace(GPU, host_free_bytes=8 * GIB)
+    plain, tiered = (resolve(Config(kv_cache_host_memory=size), host, MODEL) for size in (None, "4GiB"))
+    assert tiered == replace(plain, notes=("kv_cache_host_memory: not tried on a GPU yet",))
+    with pytest.raises(ConfigError, match=r"kv_cache_host_memory 9GiB does not fit: 8.00 GiB of the host's"):
+        resolve(Config(kv_cache_host_memory="9GiB"), host, MODEL)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_host_memory 4.5GiB does not fit: 4.00 GiB of the host's"
+    ):
+        resolve(Config(kv_cache_host_memory="4.5GiB", replicas=2), host, MODEL)
+    assert resolve(Config(kv_cache_host_memory="9GiB"), GPU, MODEL).device == "cuda", "it is not known"
+    (note,) = resolve(Config(kv_cache_host_memory="4GiB"), CPU, MODEL).notes
+    assert note == "kv_cache_host_memory is for GPUs: here a larger kv_cache_memory does the same sooner"
+    with pytest.raises(ConfigError, match=r"the model does not fit: .*kv_cache_host_memory 15.00 GiB"):
+        resolve(Config(kv_cache_host_memory="15GiB"), CPU, MODEL)
 
 
 def test_fp8_and_int8_need_equal_memory() -> None:

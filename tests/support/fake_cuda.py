@@ -99,8 +99,14 @@ class _FakeEvent:
 class _FakeStream:
     """All streams are value."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, gpu: FakeCuda) -> None:
+        self._gpu = gpu
         self.device = DEVICE
+
+    def synchronize(self) -> None:
+        self._gpu.forbid("a wait")
+        self._gpu.counts["wait"] += 1
+        self._gpu.finish_copies(self._gpu.queued)
 
     def wait_stream(self, other: object) -> None:
         """All work is in order."""
@@ -152,6 +158,7 @@ class FakeCuda(TorchFunctionMode):
         self._patches = pytest.MonkeyPatch()
         self._pinned: set[int] = set()
         self._pins: list[Tensor] = []
+        self._registered: list[range] = []  # addresses of host memory that is pinned in place
 
     # Device
 
@@ -177,8 +184,11 @@ class FakeCuda(TorchFunctionMode):
             "synchronize": self._synchronize,
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
-            "current_stream": _FakeStream,
-            "Stream": _FakeStream,
+            "current_stream": lambda device=None: _FakeStream(self),
+            "Stream": lambda device=None: _FakeStream(self),
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register, cudaHostUnregister=lambda address: 0
+            ),
             "Event": lambda **_: _FakeEvent(self),
             "stream": lambda stream: nullcontext(),
             "graph_pool_handle": lambda: (0, 1),
@@ -318,7 +328,7 @@ class FakeCuda(TorchFunctionMode):
 
     def _wrap_result(self, result: Any, on_device: bool) -> Any:
         """Mark tensors of a result as on the device, or as sharing pinned memory."""
-        if not on_device and not self._pins:
+        if not on_device and not (self._pins or self._registered):
             return result
         if isinstance(result, Tensor):
             return self._to_device(result) if on_device else self._share_memory(result)
@@ -332,8 +342,15 @@ class FakeCuda(TorchFunctionMode):
         self._tensors[id(result)] = result
         return result
 
+    def _register(self, address: int, num_bytes: int, flags: int) -> int:
+        self._registered.append(range(address, address + num_bytes))
+        return 0
+
     def _share_memory(self, result: Tensor) -> Tensor:
-        pinned = type(result) is Tensor and result.untyped_storage().data_ptr() in self._pinned
+        pinned = type(result) is Tensor and (
+            result.untyped_storage().data_ptr() in self._pinned
+            or any(result.data_ptr() in addresses for addresses in self._registered)
+        )
         return result.as_subclass(PinnedTensor) if pinned else result
 
     def _refusal(self, what: str) -> RuntimeError:

@@ -246,6 +246,7 @@ def test_tiers_of_the_kv_cache_have_tiles(open_page: Open, tmp_path: Path) -> No
         kv_cache_memory="8000tokens",
         kv_cache_dir=str(tmp_path / "kv"),
         kv_cache_shared_memory=True,
+        kv_cache_host_memory="8MiB",
         log_level="warning",
         threads=1,
     )
@@ -267,6 +268,9 @@ def test_tiers_of_the_kv_cache_have_tiles(open_page: Open, tmp_path: Path) -> No
         tile.wait_for()
         assert tile.locator("b").inner_text() == f"{read('kv_adopted_tokens_total'):,.0f}"
         for label in (
+            "of prompt tokens read from host memory",
+            "of KV read from host memory",
+            "of computing saved by the host memory",
             "of prompt tokens read from disk",
             "of KV read from disk",
             "of computing saved by the disk",

@@ -160,7 +160,7 @@ export class ServerView {
       ["of the KV cache in use", fmt.percent(now.sum("kv_cache_usage_ratio") / Math.max(now.list("kv_cache_usage_ratio").length, 1)), history("kv_cache_usage_ratio")],
       ["of prompt tokens cached", share("prefix_cache_hits_total", "prefix_cache_queries_total"), null, fmt.percent],
       ...(now.sum("kv_adopted_tokens_total") ? [["tokens of KV taken over by new engines", fmt.count(now.sum("kv_adopted_tokens_total"))]] : []),
-      ...(now.sum("kv_disk_bytes_total") ? this.diskTiles(now, share) : []),
+      ...[["host", "host memory"], ["disk", "disk"]].flatMap(([tier, name]) => now.sum(`kv_${tier}_bytes_total`) ? this.tierTiles(now, share, tier, name) : []),
       ["of drafted tokens accepted", share("spec_accepted_tokens_total", "spec_draft_tokens_total"), null, fmt.percent],
       ["to the first token (median)", firstToken, null, fmt.seconds],
     ];
@@ -168,14 +168,14 @@ export class ServerView {
       h("b", null, format ? (value === null ? "–" : format(value)) : value), h("span", null, label), values && values.length > 1 ? sparkline(values) : null)));
   }
 
-  /** What the directory of KV blocks has brought since the start. */
-  diskTiles(now, share) {
+  /** What a tier of the KV cache has brought since the start. */
+  tierTiles(now, share, tier, place) {
     const read = name => now.by(name, "direction").get("read") || 0;
-    const saved = Math.max(now.sum("kv_disk_avoided_seconds_total") - read("kv_disk_seconds_total"), 0);
+    const saved = Math.max(now.sum(`kv_${tier}_avoided_seconds_total`) - read(`kv_${tier}_seconds_total`), 0);
     return [
-      ["of prompt tokens read from disk", share("kv_disk_hit_tokens_total", "prefix_cache_queries_total"), null, fmt.percent],
-      ["of KV read from disk", fmt.bytes(read("kv_disk_bytes_total"))],
-      ["of computing saved by the disk", fmt.seconds(saved)],
+      [`of prompt tokens read from ${place}`, share(`kv_${tier}_hit_tokens_total`, "prefix_cache_queries_total"), null, fmt.percent],
+      [`of KV read from ${place}`, fmt.bytes(read(`kv_${tier}_bytes_total`))],
+      [`of computing saved by the ${place}`, fmt.seconds(saved)],
     ];
   }
 
