@@ -9,10 +9,13 @@ import pytest
 
 from foreword.core.outputs import TokenLogprob
 from foreword.server.answering import streaming
+from foreword.server.answering.generation import Generation
 from foreword.server.apis import completions
 from tests.server.conftest import RunningServer
 from tests.support import fakes
 from tests.support.fakes import BOS, EOS, FakeOutput
+
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def test_completion(served: RunningServer) -> None:
@@ -112,6 +115,27 @@ def test_streamed_logprobs_match(served: RunningServer) -> None:
             value for c in chunks if c.choices[0].logprobs for value in getattr(c.choices[0].logprobs, key)
         ]
         assert streamed == getattr(whole, key)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stream_keeps_no_logprobs(served: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """20 of each token were 3 KB a token until the answer's end."""
+    kept: list[int] = []
+
+    def close(generation: Generation) -> None:
+        kept.extend(len(output.logprobs) for output in generation.outputs)
+        close_generation(generation)
+
+    close_generation = Generation.close
+    monkeypatch.setattr(Generation, "close", close)
+    served.set_output(FakeOutput("one two three", (4,)))
+    fields = (
+        {"prompt": "So", "logprobs": 1} if path == "/v1/completions" else {"messages": HI, "logprobs": True}
+    )
+    for stream in (False, True):
+        assert served.http.post(path, json={**fields, "stream": stream}).status_code == 200
+        served.wait_until_idle()
+    assert kept[0] > 0 == kept[-1]
 
 
 def test_prompt_is_scored_without_an_answer(served: RunningServer) -> None:
