@@ -152,7 +152,7 @@ class Findings:
 
 def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
     """Send about `requests` requests to the server at `url`; raises nothing."""
-    document = httpx.get(f"{url}/openapi.json").json()
+    document = httpx.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
     kinds = [
         (document, GenerationMode.POSITIVE),
         (document, GenerationMode.NEGATIVE),
@@ -251,13 +251,13 @@ def probe(url: str) -> str:
 def find_damage(url: str, before: str) -> str | None:
     """The damage to the engine after the run, or None."""
     time.sleep(IDLE_S)
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
     open_ = [
         line for line in lines if line.startswith(("foreword_requests_running", "foreword_requests_waiting"))
     ]
     if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
         return f"requests are still open without a client: {open_}"
-    if httpx.get(f"{url}/health").status_code != 200:
+    if httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code != 200:
         return "the engine is dead"
     return None if probe(url) == before else "an answer has changed"
 

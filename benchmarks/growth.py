@@ -379,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             end_s = time.monotonic() + server.share * args.seconds
             with LiveServer(server) as live:
-                places = places_of(httpx.get(f"{live.url}/openapi.json").json(), server)
+                places = places_of(httpx.get(f"{live.url}/openapi.json", timeout=None).json(), server)
                 places = [p for p in places if any(text in f"{p.route} {p.name}" for text in only)]
                 random.Random(args.seed).shuffle(places)
                 series, left = fuzz(server, places, GrowthFuzzer(live, sizes), end_s)
