@@ -391,12 +391,13 @@ class Engine:
         self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput], events: Sequence[Event]
     ) -> None:
         """Record the step's costs, and finish the drafts of ended requests."""
-        if self.overlap is not None and self.overlap.should_sample_cost:
-            self.proposer.record_overlap_step(self._step_record(scheduled, outputs))
-        elif not (
-            self.proposer.is_skipping or self._model_pass.was_retried or self._has_image_work(scheduled)
+        sampler = self.proposer if self.overlap is None else self.overlap
+        is_plain_sample = sampler.should_sample_cost
+        if (is_plain_sample or not self.proposer.is_skipping) and not (
+            self._model_pass.was_retried or self._has_image_work(scheduled)
         ):
-            self.proposer.record_step(self._step_record(scheduled, outputs))
+            record = self.proposer.record_plain_step if is_plain_sample else self.proposer.record_step
+            record(self._step_record(scheduled, outputs))
         failed = {event.request_id for event in events if isinstance(event, ErrorEvent)}
         for request, output in zip(scheduled.requests, outputs, strict=True):
             state = request.state

@@ -14,7 +14,7 @@ from foreword.core.request import RequestState
 from foreword.core.structured_output import Vocabulary
 from foreword.errors import Terminated
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
-from foreword.speculation.draft_length.policy import Policy, PrefillLoad, Proposal, StepRecord
+from foreword.speculation.draft_length.policy import NUM_COLD_STEPS, Policy, PrefillLoad, Proposal, StepRecord
 from foreword.speculation.drafters.text import TextDrafter
 from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter, summarize_error
@@ -62,6 +62,11 @@ class Proposer:
         self._num_skipped_steps = 0
         self._num_skipped_requests = 0  # summed over the skipped steps
         self._stats: DraftingStats | None = None
+
+    @property
+    def should_sample_cost(self) -> bool:
+        """Whether the step is a sample of plain decoding: the last of several without proposals."""
+        return self.is_skipping and not self._steps_to_skip and self._num_skipped_steps > NUM_COLD_STEPS
 
     @property
     def is_disabled(self) -> bool:
@@ -168,9 +173,9 @@ class Proposer:
         """See Policy.enable_overlap()."""
         self._catch("policy", self.policy.enable_overlap)
 
-    def record_overlap_step(self, step_record: StepRecord) -> None:
-        """See Policy.record_overlap_step()."""
-        self._catch("policy", lambda: self.policy.record_overlap_step(step_record))
+    def record_plain_step(self, step_record: StepRecord) -> None:
+        """See Policy.record_plain_step()."""
+        self._catch("policy", lambda: self.policy.record_plain_step(step_record))
 
     def stats(self) -> DraftingStats:
         """Totals since the engine started; the same object until the next decision."""

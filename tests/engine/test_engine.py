@@ -25,6 +25,7 @@ from foreword.errors import (
     RequestFailed,
     Unsatisfiable,
 )
+from foreword.speculation.draft_length.policy import StepRecord
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of
@@ -87,6 +88,15 @@ def test_broken_drafter_changes_no_output(
     before = engine.proposer.errors["ngram"]
     assert tokens_of(run(engine, [make_request("a")])["a"]) == plain
     assert (engine.proposer.errors["ngram"] > before) == (answer is None)
+
+
+def test_skipped_steps_are_samples_of_plain_decoding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: list[StepRecord] = []
+    monkeypatch.setattr(engine.proposer.policy, "num_steps_to_skip", lambda: 4)
+    monkeypatch.setattr(engine.proposer.policy, "record_plain_step", samples.append)
+    run(engine, [make_request("a", max_tokens=12)])
+    assert len(samples) == 2, "the prefill, a proposal and four skipped steps, a proposal and four"
+    assert all(len(sample.requests) == 1 and sample.seconds_by_stage["forward"] > 0.0 for sample in samples)
 
 
 def test_nonfinite_logits_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

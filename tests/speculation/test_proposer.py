@@ -168,6 +168,21 @@ def test_skipping_ends_when_a_request_begins() -> None:
     assert policy.rests == [(2, 2), (1, 1)], "an interrupted skip counts its actual steps"
 
 
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 9])
+def test_last_of_several_skipped_steps_is_a_cost_sample(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then the caches are those of plain decoding."""
+    monkeypatch.setattr(Rests, "num_steps_to_skip", lambda policy: num_steps)
+    proposer, state = Proposer((Scripted("a", (4,)),), 10, Rests()), state_of()
+    propose(proposer, state)
+    samples = []
+    for _ in range(num_steps + 1):
+        proposer.propose([state])
+        samples.append(proposer.should_sample_cost)
+    assert samples == [*[False] * (num_steps - 1), num_steps > 3, False]
+
+
 def test_skipping_outlasts_a_request_that_waits() -> None:
     class Waits(Rests):
         def start(self, state: RequestState) -> int:

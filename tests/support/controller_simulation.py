@@ -34,6 +34,7 @@ class SimulatedMachine:
     ridge_rows: int
     speed: Callable[[float], float] = lambda now: 1.0  # at a time; 1 as calibrated
     noise: float = 0.0  # relative deviation of a step
+    cold: float = 0.0  # share by which a step takes longer after proposing, which leaves cold caches
 
     def seconds(self, rows: int) -> float:
         return STEP * max(rows / self.ridge_rows, 1.0)
@@ -250,18 +251,19 @@ class SimulatedServer:
         drafted = self.now
         runs = [_run(state) for state in states]
         rows = sum(state.num_uncomputed + len(state.draft) for state in states)
-        self.now += (
-            self.machine.seconds(rows) * self.slowdown() * (1 + self.machine.noise * self._rng.gauss(0, 1))
-        )
+        is_cold = proposer is not None and not proposer.is_skipping
+        variation = (1 + self.machine.noise * self._rng.gauss(0, 1)) * (1 + self.machine.cold * is_cold)
+        self.now += self.machine.seconds(rows) * self.slowdown() * variation
         served = tuple(
             RequestStep(s, s.num_uncomputed, len(s.draft), True, len(run), len(s.tokens))
             for s, run in zip(states, runs, strict=True)
         )
         self._count(outcome, served)
+        record = StepRecord(served, {"forward": self.now - drafted, "draft": drafted - begin})
         if proposer and not proposer.is_skipping:
-            proposer.record_step(
-                StepRecord(served, {"forward": self.now - drafted, "draft": drafted - begin})
-            )
+            proposer.record_step(record)
+        elif proposer and proposer.should_sample_cost:
+            proposer.record_plain_step(record)
         for state, run in zip(states, runs, strict=True):
             state.num_computed = len(state.tokens) + len(run) - 1
             state.append(run)

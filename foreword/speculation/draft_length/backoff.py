@@ -38,7 +38,7 @@ class Backoff:
         self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
     def record_cost(self, cost: float, share: float) -> None:
-        """Proposing without a model took `cost` model seconds, and with lost overlap this share of a step."""
+        """Proposing without a model took `cost` model seconds, and with cold caches this share of a step."""
         alpha = PROPOSAL_COST_ALPHA if self.proposal_cost else 1.0
         self.proposal_cost += (cost - self.proposal_cost) * alpha
         self.proposal_overhead += (share - self.proposal_overhead) * alpha

@@ -31,7 +31,14 @@ from foreword.speculation.draft_length.delay_budget import DEFAULT_MAX_SLOWDOWN,
 from foreword.speculation.draft_length.draft_planner import DraftModelPlanner
 from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, Exploration
 from foreword.speculation.draft_length.next_step import NextStep, TrackedRequest
-from foreword.speculation.draft_length.policy import Policy, PrefillLoad, Proposal, RequestStep, StepRecord
+from foreword.speculation.draft_length.policy import (
+    NUM_COLD_STEPS,
+    Policy,
+    PrefillLoad,
+    Proposal,
+    RequestStep,
+    StepRecord,
+)
 from foreword.speculation.draft_length.row_selection import Candidate, Selection
 from foreword.speculation.draft_length.verify_planner import (
     BACKOFF,
@@ -243,6 +250,8 @@ class DraftLengthController(Policy):
                 self._reject(candidate.request, reason, max_backoff)
         self._last_was_empty = bool(proposals) and not self.next_step.draft_cost
         self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
+        if reason is BASELINE_STEP:
+            self._steps_to_skip = max(self._steps_to_skip, NUM_COLD_STEPS + 1)  # the last is a plain sample
         self.next_step.advance()
         return drafts
 
@@ -327,9 +336,9 @@ class DraftLengthController(Policy):
             summary, step_record.seconds_by_stage, self.next_step.draft_cost, proposing
         )
         if self._last_was_empty:
-            overlap_loss = 1.0 - model.overlap_ratio(has_prefill)
+            slowdown = 1.0 - model.plain_ratio(has_prefill)  # overlap lost, or cold caches
             proposing = max(drafting - accounts.cost, 0.0)
-            self.backoff.record_cost(proposing, proposing / cost + overlap_loss)
+            self.backoff.record_cost(proposing, proposing / cost + slowdown)
             self._last_was_empty = False  # a prompt's step may follow, without a select()
         count = summary.num_sampling_requests
         # accepted tokens save decode steps, which have no prefill
@@ -344,9 +353,10 @@ class DraftLengthController(Policy):
     def enable_overlap(self) -> None:
         self.cost_model.enable_overlap()
 
-    def record_overlap_step(self, step_record: StepRecord) -> None:
+    def record_plain_step(self, step_record: StepRecord) -> None:
         summary = self.cost_model.summarize(step_record.requests, self.next_step.sampler_classes)
-        self.cost_model.record_overlap_step(summary, step_record.seconds_by_stage)
+        if summary.is_decode_only:
+            self.cost_model.record_plain_step(summary, step_record.seconds_by_stage)
 
     def stats(self) -> DraftingStats:
         return DraftingStats(

@@ -30,7 +30,7 @@ PARAMS_BY_SAMPLER_CLASS: tuple[Mapping[str, Any], ...] = (
 # Calls whose arguments are recorded as they are
 TRACED = (
     *("max_draft_len", "may_propose", "record_proposing", "plan_draft_model", "select"),
-    *("num_steps_to_skip", "record_skipped", "record_step"),
+    *("num_steps_to_skip", "record_skipped", "record_step", "record_plain_step", "enable_overlap"),
 )
 
 
@@ -121,6 +121,7 @@ class _Replayer:
         self.record_proposing = self.controller.record_proposing
         self.num_steps_to_skip = self.controller.num_steps_to_skip
         self.record_skipped = self.controller.record_skipped
+        self.enable_overlap = self.controller.enable_overlap
 
     def start(
         self, id_: str, sampler_class: int, num_tokens: Sequence[int], bounds: Sequence[int | None]
@@ -161,9 +162,15 @@ class _Replayer:
         return self.controller.select(self._proposals(proposals), PrefillLoad(*load))
 
     def record_step(self, record: Sequence[Any]) -> None:
+        self.controller.record_step(self._step_record(record))
+
+    def record_plain_step(self, record: Sequence[Any]) -> None:
+        self.controller.record_plain_step(self._step_record(record))
+
+    def _step_record(self, record: Sequence[Any]) -> StepRecord:
         requests, seconds = record
         steps = [RequestStep(self._state(state), *figures) for state, *figures in requests]
-        self.controller.record_step(StepRecord(tuple(steps), seconds))
+        return StepRecord(tuple(steps), seconds)
 
     def _state(self, record: Sequence[Any]) -> RequestState:
         """The state, extended to its number of tokens."""

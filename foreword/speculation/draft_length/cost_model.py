@@ -30,8 +30,8 @@ SAMPLING_COST_ALPHA = 0.05
 OUTLIER_RATIO = 2.0  # larger deviations are clipped
 SAMPLING_COST_EVERY = 8  # steps between updates of the sampling cost
 PASS_COST_ALPHA = 0.05
-OVERLAP_PRIOR, OVERLAP_ALPHA = 0.9, 0.125
-OVERLAP_FORGOTTEN, OVERLAP_FORGET_ALPHA = 0.985, 1 / 256  # until it is worth trying again
+OVERLAP_PRIOR, PLAIN_RATIO_ALPHA = 0.9, 0.25
+PLAIN_RATIO_FORGOTTEN, PLAIN_RATIO_FORGET_ALPHA = 0.985, 1 / 1024  # until it is worth trying again
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class CostModel:
         self.watchdog = RegressionWatchdog()
         self.predicted_seconds = self.realised_seconds = 0.0  # steps with drafts, drafting included
         self.plain_seconds = 0.0  # plain decoding for the same tokens
-        self.measured_overlap_ratio = 1.0  # cost of a plain step that overlaps with the host, as a share
+        self.measured_plain_ratio = 1.0  # cost of a plain step without proposing, as a share
         self._pass_costs = dict(pass_costs)
         self.drift = 1.0  # seconds per model second
         self._speed_variance = FIRST_SPEED_VARIANCE
@@ -363,8 +363,8 @@ class CostModel:
         """
         drafting = seconds_by_stage.get("draft", 0.0)
         verifying = sum(seconds_by_stage.values()) - drafting
-        forgotten = max(OVERLAP_FORGOTTEN - self.measured_overlap_ratio, 0.0)
-        self.measured_overlap_ratio += forgotten * OVERLAP_FORGET_ALPHA
+        forgotten = max(PLAIN_RATIO_FORGOTTEN - self.measured_plain_ratio, 0.0)
+        self.measured_plain_ratio += forgotten * PLAIN_RATIO_FORGET_ALPHA
         cost = self.step_costs.cost_of(summary.shape)
         if summary.num_draft_rows:
             self.predicted_seconds += (cost + predicted_draft_cost + proposal_cost) * self.drift
@@ -381,21 +381,22 @@ class CostModel:
 
     def enable_overlap(self) -> None:
         """Overlap is available: assume a saving that is worth measuring."""
-        self.measured_overlap_ratio = OVERLAP_PRIOR
+        self.measured_plain_ratio = OVERLAP_PRIOR
 
-    def record_overlap_step(self, summary: StepSummary, seconds_by_stage: Mapping[str, float]) -> None:
-        """Learn from a step that overlapped with the host."""
+    def record_plain_step(self, summary: StepSummary, seconds_by_stage: Mapping[str, float]) -> None:
+        """Learn from a step in a row without proposing: on a CPU it finds warm caches."""
         ratio = sum(seconds_by_stage.values()) / (self.step_costs.cost_of(summary.plain_shape) * self.drift)
-        error = min(max(ratio, 1 / OUTLIER_RATIO), 1.0) - self.measured_overlap_ratio
-        self.measured_overlap_ratio += error * OVERLAP_ALPHA
+        error = min(max(ratio, 1 / OUTLIER_RATIO), OUTLIER_RATIO) - self.measured_plain_ratio
+        self.measured_plain_ratio += error * PLAIN_RATIO_ALPHA
+        self.watchdog.record_sample()
 
-    def overlap_ratio(self, has_prefill: bool) -> float:
-        """Cost ratio of a step without proposing, which can overlap with the host unless it has prefill."""
-        return 1.0 if has_prefill else self.measured_overlap_ratio
+    def plain_ratio(self, has_prefill: bool) -> float:
+        """Cost ratio of a step without proposing, which has warm caches, or overlaps unless it has prefill."""
+        return 1.0 if has_prefill else min(self.measured_plain_ratio, 1.0)
 
     def plain_cost(self, shape: StepShape, has_prefill: bool) -> float:
         """Cost of a step in plain decoding."""
-        return self.overlap_ratio(has_prefill) * self.step_costs.cost_of(shape)
+        return self.plain_ratio(has_prefill) * self.step_costs.cost_of(shape)
 
     def decode_cost(self, num_requests: int) -> float:
         """Cost of a step in which these requests decode one token each."""
@@ -431,7 +432,7 @@ class CostModel:
         """Model seconds of plain decoding for the tokens of a step."""
         cost, count = self.step_costs.cost_of(summary.plain_shape), summary.num_sampling_requests
         if summary.is_decode_only:
-            return self.measured_overlap_ratio * cost * summary.num_emitted / count
+            return self.plain_ratio(False) * cost * summary.num_emitted / count
         return cost + self.decode_cost(count) * (summary.num_emitted - count) / count
 
     def _sampling_extra(self, rows_by_sampler_class: Sequence[int]) -> float:

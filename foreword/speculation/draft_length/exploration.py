@@ -7,6 +7,7 @@ from itertools import chain
 
 from foreword.speculation.draft_length.cost_model import CostModel, StepShape
 from foreword.speculation.draft_length.next_step import BaseStep, NextStep, TrackedRequest
+from foreword.speculation.draft_length.policy import NUM_COLD_STEPS
 from foreword.speculation.draft_length.row_selection import Candidate, Selection, best_num_rows, split_by_gain
 
 EXPLORATION_SHARE = 0.003  # share of the time
@@ -92,10 +93,14 @@ class Exploration:
         return Selection(lengths, selection.rate)
 
     def takes_baseline(self, base_step: BaseStep, token_rate: float) -> bool:
-        """Whether the next step runs without its drafts, to renew the watchdog's baseline."""
+        """Whether the next step runs without its drafts, to renew the watchdog's baseline.
+
+        Steps without proposing follow, of which the last is a sample of plain decoding.
+        """
         if not self._cost_model.watchdog.is_baseline_stale:
             return False
-        return self._take(base_step.plain_cost - base_step.shape.num_sampled / token_rate)
+        lost = base_step.plain_cost - base_step.shape.num_sampled / token_rate
+        return self._take(lost * (NUM_COLD_STEPS + 2))
 
     @property
     def explores_models(self) -> bool:

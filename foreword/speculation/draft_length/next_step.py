@@ -57,7 +57,7 @@ class BaseStep:
 
     shape: StepShape  # prompts included
     cost: float  # cost of its decoding
-    plain_cost: float  # the same in plain decoding, whose steps may overlap with the host
+    plain_cost: float  # the same in plain decoding, without the cost of proposing
     delay_budgets: Sequence[DelayBudget]  # budgets of all its requests
     prefill_cost: float = 0.0
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -101,11 +101,11 @@ class NextStep:
         return self._base
 
     def costs_by_draft_rows(self, base_step: BaseStep, max_rows: int) -> Sequence[float]:
-        """Costs of the decoding with 0, 1, ... draft rows; with 0 the step could overlap with the host."""
+        """Costs of the decoding with 0, 1, ... draft rows; with 0 it could do without proposing."""
         costs = self._cost_model.step_costs.with_extra_rows(base_step.shape, max_rows)
         if base_step.has_prefill:
             return [max(cost - base_step.prefill_cost, base_step.cost) for cost in costs]
-        ratio = self._cost_model.overlap_ratio(False)
+        ratio = self._cost_model.plain_ratio(False)
         return costs if ratio == 1.0 else [ratio * costs[0], *costs[1:]]
 
     def extra_sampling_cost(self, request: TrackedRequest) -> float:

@@ -13,6 +13,8 @@ from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
 from foreword.speculation.engine_drafter import DraftRequest
 
+NUM_COLD_STEPS = 3  # after proposing, until the caches are those of plain decoding
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
@@ -111,8 +113,8 @@ class Policy(ABC):
     def enable_overlap(self) -> None:
         """From now on, steps without drafts can overlap with the host, if several are skipped in a row."""
 
-    def record_overlap_step(self, step_record: StepRecord) -> None:
-        """An overlapped step without drafts is over: its cost is the baseline of a draft."""
+    def record_plain_step(self, step_record: StepRecord) -> None:
+        """A step in a row without proposing is over: its cost is the baseline of a draft."""
 
     @abstractmethod
     def stats(self) -> DraftingStats:

@@ -40,14 +40,17 @@ class RegressionWatchdog:
 
     @property
     def is_baseline_stale(self) -> bool:
-        """There was no plain step recently."""
+        """There was no sample of plain decoding recently."""
         return self._baseline_age >= STALE_STEPS
+
+    def record_sample(self) -> None:
+        """A step in a row without proposing was measured."""
+        self._baseline_age = 0
 
     def record_plain(self, ratio: float) -> None:
         """A step without drafts took `ratio` times its model seconds."""
         alpha = 1.0 if self.wants_baseline else BASELINE_ALPHA
         self._baseline_ratio += (ratio - self._baseline_ratio) * alpha
-        self._baseline_age = 0
         self.wants_baseline = False
         self.pause_steps = max(self.pause_steps - 1, 0)
 

@@ -48,6 +48,14 @@ def test_no_loss_where_nothing_can_be_drafted(machine: SimulatedMachine, concurr
         assert cell.slowest >= 0.98
 
 
+@pytest.mark.parametrize(("ridge_rows", "chance", "gain"), [(2, 0.5, 0.94), (2, 0.6, 0.94), (4, 0.75, 1.4)])
+def test_drafts_must_beat_plain_steps_with_warm_caches(ridge_rows: int, chance: float, gain: float) -> None:
+    """Every step that proposes takes 30 % longer; the first two would gain 8 and 20 % over such steps."""
+    machine = SimulatedMachine("cold caches", ridge_rows, cold=0.3)
+    outputs = [SimulatedOutput(200, constant_acceptance(chance), draft_share=0.9)] * 20
+    assert SimulationCase(machine, outputs, 1, asking=0.4).gain >= gain
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize(
@@ -298,7 +306,7 @@ def test_draft_must_beat_an_overlapped_step() -> None:
                     (RequestStep(state, 1, 0, True, 1, 8),),
                     {"forward": CPU.calibration().all_rows_sampled[1] / 2},
                 )
-                controller.record_overlap_step(facts)
+                controller.record_plain_step(facts)
         assert (offered(controller, state, slow) is not None) == taken, (
             "two tokens per step pay unless an overlapped step takes half as long"
         )

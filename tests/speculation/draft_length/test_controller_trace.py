@@ -14,6 +14,7 @@ from tests.support.controller_simulation import (
     SimulatedMachine,
     SimulatedOutput,
     SimulatedServer,
+    constant_acceptance,
     mixed_acceptance,
     swinging_bandwidth,
 )
@@ -21,15 +22,16 @@ from tests.support.controller_simulation import (
 NOISY = SimulatedMachine("CPU", 14, swinging_bandwidth, 0.05)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1])
-def test_record_can_be_replayed(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize(("proposing", "share"), [(0.01, 0.0), (0.5, 0.0), (0.01, 0.1)])
+def test_record_can_be_replayed(tmp_path: Path, proposing: float, share: float) -> None:
     path = tmp_path / "decisions.jsonl"
-    server = SimulatedServer(
-        NOISY, [SimulatedOutput(60, mixed_acceptance(i), i % 2 == 0) for i in range(6)], 3, 0.01, share
-    )
+    outputs = [SimulatedOutput(60, mixed_acceptance(i), i % 2 == 0) for i in range(6)]
+    outputs += [SimulatedOutput(200, constant_acceptance(0.0))] * 2
+    server = SimulatedServer(NOISY, outputs, 3, proposing, share)
     server.run(RecordingController(path, server.machine.calibration(), 32, server.passes()))
     lines = path.read_text().splitlines()
     assert sum(1 for _ in replay(lines)) > 60
+    assert proposing < 0.1 or any("record_plain_step" in line for line in lines), "a long backoff"
     decided = next(i for i, line in enumerate(lines) if '"decided": [[' in line and '"suffix"' in line)
     lines[decided] = lines[decided].replace('"suffix"', '"other"', 1)
     with pytest.raises(AssertionError, match="recorded"):

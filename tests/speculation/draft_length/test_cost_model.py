@@ -259,16 +259,16 @@ def test_prefill_steps_are_not_learned() -> None:
     assert machine.drift == 1.0
 
 
-def test_overlap_ratio_is_measured_and_forgotten() -> None:
+def test_plain_ratio_is_measured_and_forgotten() -> None:
     machine = machine_of()
     plain = machine.summarize([step_of("a")], {})
-    assert machine.measured_overlap_ratio == 1.0
+    assert machine.measured_plain_ratio == 1.0
     machine.enable_overlap()
     for seconds, share in ((0.008, 0.8), (0.001, 0.5), (0.05, 1.0), (0.007, 0.7)):
         for _ in range(60):
             machine.record_step(plain, {"forward": 0.01}, 0.0)
-            machine.record_overlap_step(plain, {"forward": seconds})
-        assert machine.measured_overlap_ratio == pytest.approx(share, rel=0.05)
-    for _ in range(2000):
+            machine.record_plain_step(plain, {"forward": seconds})
+        assert machine.plain_ratio(False) == pytest.approx(share, rel=0.05)
+    for _ in range(8000):
         machine.record_step(plain, {"forward": 0.01}, 0.0)
-    assert 0.98 < machine.measured_overlap_ratio < 0.99, "without overlap steps the ratio must recover"
+    assert 0.98 < machine.measured_plain_ratio < 0.99, "without plain steps the ratio must recover"

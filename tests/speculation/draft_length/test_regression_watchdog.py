@@ -75,6 +75,8 @@ def test_baseline_becomes_stale() -> None:
     dog.record_speculative(1.0, 2.0)
     assert dog.is_baseline_stale
     dog.record_plain(1.0)
+    assert dog.is_baseline_stale, "it proposed too: its caches may be cold"
+    dog.record_sample()
     assert not dog.is_baseline_stale
 
 
