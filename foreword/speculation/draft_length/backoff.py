@@ -11,8 +11,9 @@ MAX_BACKOFF_NOT_WORTH_IT = 128  # steps, while drafts do not pay
 MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
 MAX_MISSES = 14.0
-INITIAL_MISSES = 9  # misses of a new request where no proposal of others pays
-PAYING_ALPHA, PROPOSAL_COST_ALPHA = 1 / 64, 1 / 16
+# Misses of a new request: at first, at most, and the weight of each request that ends
+FIRST_MISSES, MAX_INHERITED_MISSES, INHERITED_ALPHA = 4.0, 9.0, 1 / 4
+PROPOSAL_COST_ALPHA = 1 / 16
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time for unused proposals; below it there is no backoff
 
 
@@ -25,17 +26,21 @@ class Backoff:
     def __init__(self) -> None:
         self.proposal_overhead = 0.0  # cost of proposals without a model, as a share of a step
         self.proposal_cost = 0.0  # the same in model seconds
-        self._paying_share = 0.5  # share of recent proposals that paid, over all requests
+        self._inherited_misses = FIRST_MISSES
 
     def start(self, request: TrackedRequest, step_index: int) -> None:
-        """A request begins; a short one would end before it has learned what others know."""
-        request.misses = round((1.0 - self._paying_share) * INITIAL_MISSES)
-        self._skip(request, step_index, 1 << INITIAL_MISSES)
+        """A request begins as those before it ended; a short one would end before it has learned the same."""
+        request.misses = self._inherited_misses
+        self._skip(request, step_index, MAX_BACKOFF_NOT_WORTH_IT)
+
+    def finish(self, request: TrackedRequest) -> None:
+        """A request ends."""
+        misses = min(request.misses, MAX_INHERITED_MISSES)
+        self._inherited_misses += (misses - self._inherited_misses) * INHERITED_ALPHA
 
     def record_hit(self, request: TrackedRequest, num_paid: float = math.inf) -> None:
         """A draft is verified that pays as much as `num_paid` proposals cost; negative if it loses time."""
         request.misses = min(max(request.misses + 1.0 - num_paid, 0.0), MAX_MISSES)
-        self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
     def record_cost(self, cost: float, share: float) -> None:
         """Proposing without a model took `cost` model seconds, and with cold caches this share of a step."""
@@ -46,7 +51,6 @@ class Backoff:
     def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         """No draft in this step; after several misses the request backs off, for at most `max_steps`."""
         request.misses = min(request.misses + 1.0, MAX_MISSES)
-        self._paying_share -= self._paying_share * PAYING_ALPHA
         self._skip(request, step_index, max_steps)
 
     def _skip(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:

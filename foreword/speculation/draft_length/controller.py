@@ -184,6 +184,7 @@ class DraftLengthController(Policy):
 
     def finish(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
+        self.backoff.finish(request)
         self.draft_planner.record_output(request.state.num_output)
         self.next_step.sampler_classes.pop(request_id, None)
         self.ledger.close(request_id)

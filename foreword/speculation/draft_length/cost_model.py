@@ -391,7 +391,7 @@ class CostModel:
         self.watchdog.record_sample()
 
     def plain_ratio(self, has_prefill: bool) -> float:
-        """Cost ratio of a step without proposing, which has warm caches, or overlaps unless it has prefill."""
+        """Cost ratio of a step without proposing: it has warm caches, or overlaps unless it has prefill."""
         return 1.0 if has_prefill else min(self.measured_plain_ratio, 1.0)
 
     def plain_cost(self, shape: StepShape, has_prefill: bool) -> float:

@@ -337,15 +337,28 @@ def test_new_request_waits_where_nothing_pays() -> None:
     controller, state = controller_of(), state_of()
     assert controller.start(state) == 0, "nothing is known yet"
     asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
-    for _ in range(400):
-        controller.backoff.record_miss(controller.requests[state.id], controller.next_step.index, 0)
+    for _ in range(8):
+        controller.backoff.finish(controller.requests[state.id])
     new = state_of("new")
     waits = controller.start(new)
     assert 8 <= waits <= 32
     assert controller.max_draft_len(new) == 0
-    for _ in range(400):
-        controller.backoff.record_hit(controller.requests[state.id])
+    controller.backoff.record_hit(controller.requests[state.id])
+    for _ in range(8):
+        controller.backoff.finish(controller.requests[state.id])
     assert controller.start(state_of("hopeful")) == 0
+
+
+def test_short_requests_inherit_what_others_learned() -> None:
+    """Beside a step that takes twice as long as proposing; the traffic then changes to what can be drafted."""
+    outputs = [SimulatedOutput(57, constant_acceptance(0.0), draft_share=0.5)] * 40
+    outputs += [SimulatedOutput(170, constant_acceptance(0.9))] * 6
+    off = SimulatedServer(SMALL_CPU, outputs, 1).run(None).latencies
+    controller = DraftLengthController(SMALL_CPU.calibration(), 32)
+    auto = SimulatedServer(SMALL_CPU, outputs, 1, asking=0.5).run(controller).latencies
+    assert sum(off[i] for i in range(10, 40)) >= 0.985 * sum(auto[i] for i in range(10, 40))
+    assert off[40] >= 1.2 * auto[40]
+    assert sum(off[i] for i in range(41, 46)) >= 2.2 * sum(auto[i] for i in range(41, 46))
 
 
 def test_proposing_is_a_cost_of_drafts() -> None:
