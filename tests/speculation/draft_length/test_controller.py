@@ -350,7 +350,7 @@ def test_new_request_waits_where_nothing_pays() -> None:
 
 
 def test_short_requests_inherit_what_others_learned() -> None:
-    """Beside a step that takes twice as long as proposing; the traffic then changes to what can be drafted."""
+    """Where a step takes twice as long as proposing; then the traffic changes to what can be drafted."""
     outputs = [SimulatedOutput(57, constant_acceptance(0.0), draft_share=0.5)] * 40
     outputs += [SimulatedOutput(170, constant_acceptance(0.9))] * 6
     off = SimulatedServer(SMALL_CPU, outputs, 1).run(None).latencies
