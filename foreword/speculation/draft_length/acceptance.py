@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from foreword.core.outputs import Draft
 
@@ -101,13 +103,11 @@ class AcceptanceModel:
 
     def expected_prefix_probs(self, request: RequestAcceptance, draft_len: int) -> list[float]:
         """The same for a draft of `draft_len` tokens that is not proposed yet."""
-        rates = self.hit_rates(ALL_DRAFTS)
-        probs: list[float] = []
-        prob = 1.0
-        for position in range(draft_len):
-            prob *= min(request.shift + request.slope * rates[POSITION_GROUPS[min(position, 16)]], MAX_PROB)
-            probs.append(prob)
-        return probs
+        shift, slope = request.shift, request.slope
+        by_group = [min(shift + slope * rate, MAX_PROB) for rate in self.hit_rates(ALL_DRAFTS)]
+        by_position = [by_group[group] for group in POSITION_GROUPS]
+        by_position += by_position[-1:] * (draft_len - len(by_position))
+        return list(accumulate(by_position[:draft_len], mul))
 
     @property
     def num_trials(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from foreword.speculation.draft_length.acceptance import AcceptanceModel
 from foreword.speculation.draft_length.backoff import MAX_BACKOFF_NO_CANDIDATE, Backoff
@@ -203,8 +204,7 @@ class DraftModelRequest:
         return sum(self.prefix_probs[:draft_len])
 
 
-@dataclass(frozen=True, slots=True)
-class DraftModelPlan:
+class DraftModelPlan(NamedTuple):
     """Draft `draft_len` tokens for each request. Costs are model seconds."""
 
     requests: Sequence[DraftModelRequest]
@@ -293,7 +293,9 @@ class _RequestGroup:
     ) -> DraftModelPlan:
         count = len(self.requests)
         draft_cost = draft_cost_fn(count, count, draft_len)
-        catch_up = draft_cost_fn(self._num_pending_rows, count, draft_len) - draft_cost
+        catch_up = 0.0
+        if self._num_pending_rows != count:  # more than one row of each request, as in every step
+            catch_up = draft_cost_fn(self._num_pending_rows, count, draft_len) - draft_cost
         rate = tokens / (verify_cost + draft_cost + proposal_cost + catch_up / self._remaining_steps)
         return DraftModelPlan(self.requests, draft_len, rate, draft_cost, catch_up, verify_cost)
 
