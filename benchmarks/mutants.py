@@ -64,6 +64,10 @@ class Mutant:
     caught_by: str = ""  # a test file; empty: it survived
 
 
+def _is_none(node: ast.expr | None) -> bool:
+    return node is None or (isinstance(node, ast.Constant) and node.value is None)
+
+
 def _changes(tree: ast.Module) -> Iterator[tuple[int, str, ast.AST]]:
     """(line, description, node) of every possible change, in a fixed order."""
     for function in ast.walk(tree):
@@ -81,7 +85,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[int, str, ast.AST]]:
                 yield line, f"{node.value} + 1", node
             elif isinstance(node, ast.If | ast.IfExp):
                 yield line, "condition is true", node
-            elif isinstance(node, ast.Return) and node.value is not None:
+            elif isinstance(node, ast.Return) and not _is_none(node.value):
                 yield line, "returns None", node
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
                 yield line, "call removed", node
