@@ -18,7 +18,14 @@ from foreword.embedding.client import EncoderClient
 from foreword.embedding.encoder_messages import EncoderInfo, cosine, normalize_embedding
 from foreword.embedding.encoder_tokenizer import EncoderTokenizer
 from foreword.engine_client.base import EngineClient
-from foreword.errors import DeadlineExceeded, ModelLoading, Overloaded, RequestFailed, Unsupported
+from foreword.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelLoading,
+    Overloaded,
+    RequestFailed,
+    Unsupported,
+)
 from foreword.planning.resolve import ResolvedConfig
 from foreword.server.apis.body import TextOrIds
 from foreword.server.auth.keys import KeyPermissions, RequestContext
@@ -30,6 +37,7 @@ from foreword.utils.threads import run_in_own_thread
 
 T = TypeVar("T")
 PREFETCH_STEPS = 2  # engine steps' worth of tokens submitted at once
+MAX_REPEATED_CHARS = 16_000_000  # of a query, over its documents: about 10 s of a thread
 
 
 class EngineEmbedder:
@@ -253,6 +261,7 @@ class CrossEncoderScorer:
     def tokenize(
         self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None
     ) -> None:
+        _check_repeated(pairs, names)
         tokenizer = _get_tokenizer(self._encoder)
         for (first, second), (_, name) in zip(pairs, names, strict=True):
             with rename_field({"prompt": name}):
@@ -263,6 +272,19 @@ class CrossEncoderScorer:
 
     async def score(self, context: RequestContext) -> list[float]:
         return await self._encoder.score(self._pairs)
+
+
+def _check_repeated(pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]]) -> None:
+    """A query is tokenized with each document, before it is truncated."""
+    num_chars = sum(len(first) + len(second) for first, second in pairs)
+    num_repeated = num_chars - sum(map(len, {text for pair in pairs for text in pair}))
+    if num_repeated > MAX_REPEATED_CHARS:
+        field = names[0][0]
+        raise InvalidRequest(
+            f"{field} has {len(pairs[0][0])} characters, read with each of {len(pairs)} texts: "
+            f"{num_repeated} in all, the limit is {MAX_REPEATED_CHARS}",
+            field,
+        )
 
 
 class CosineScorer:

@@ -181,8 +181,9 @@ async def _score_pairs(
     """
     context = server.request_context(permissions, body)
     server.admission.check(len(pairs), context.meter)
+    num_chars = sum(len(first) + len(second) for first, second in pairs)  # a ranker reads a query once a pair
     await server.intake.offload_if_large(
-        request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens)
+        request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens), num_chars
     )
     return await with_metrics(
         server,

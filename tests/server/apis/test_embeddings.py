@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.embedding.encoder_messages import EncoderInfo, normalize_embedding
+from foreword.server.answering import embeddings
 from foreword.server.http import responses
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeOutput
@@ -377,6 +379,30 @@ def test_scores_come_from_the_ranker(encoder_server: tuple[RunningServer, FakeEn
             "relevance_score"
         ] == pytest.approx(1.0)
     assert server.http.post("/v1/rerank", json={**body, "model": MODEL}).json()["model"] == MODEL
+
+
+def test_work_on_a_repeated_query_is_bounded(
+    encoder_server: tuple[RunningServer, FakeEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query of 12 KB beside 1000 documents was tokenized a thousand times on the event loop."""
+    server, encoder = encoder_server
+    if encoder.info.task == "embed":
+        return  # each text is embedded once
+    threads: list[str] = []
+
+    def record(texts: FakeTexts, first: str, second: str, **options: Any) -> tuple[list[int], list[int]]:
+        threads.append(threading.current_thread().name)
+        return encode_pair(texts, first, second, **options)
+
+    encode_pair = FakeTexts.encode_pair
+    monkeypatch.setattr(FakeTexts, "encode_pair", record)
+    monkeypatch.setattr(embeddings, "MAX_REPEATED_CHARS", 300_000)
+    body = {"query": "a" * 2000, "truncate_prompt_tokens": 32}
+    for count, status in ((2, 200), (100, 200), (200, 400)):
+        reply = server.http.post("/v1/rerank", json={**body, "documents": ["b"] * count})
+        assert reply.status_code == status
+    assert "query has 2000 characters, read with each of 200 texts" in reply.json()["error"]["message"]
+    assert len(threads) == 102 and len({*threads[:2]}) == 1 and threads[0] not in threads[2:]
 
 
 def test_disconnect_cancels_the_encoder(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
