@@ -37,7 +37,6 @@ from foreword.tokenizer.input_processor import EncodedParams, SamplingDefaults, 
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 logger = logging.getLogger("foreword.serve")
-logger = logging.getLogger("foreword.serve")
 LOGPROB_TOKENS = 4  # tokens of --max-waiting-tokens that a log-probability of a prompt's token counts
 MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
 
