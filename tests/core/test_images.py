@@ -1,6 +1,7 @@
 """Images of a prompt: placeholders, M-RoPE positions against a token-by-token loop, anyres tiles."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from foreword.core.images import (
     compute_tiling,
     expand_placeholders,
 )
+from foreword.errors import InvalidRequest
 
 PLACEHOLDER = 9
 
@@ -46,6 +48,15 @@ def test_expand_placeholders_keeps_the_text(texts: list[list[int]], data: st.Dat
 def test_image_without_placeholder_is_refused() -> None:
     with pytest.raises(AssertionError, match="without a placeholder"):
         expand_placeholders([1, PLACEHOLDER], PLACEHOLDER, [make_image(2), make_image(2)])
+
+
+def test_image_must_lie_in_the_prompt() -> None:
+    image = make_image(3)
+    for start, prompt_len in ((0, 3), (2, 5), (0, 9)):
+        replace(image, start=start).check_bounds(prompt_len)
+    for start, prompt_len in ((-1, 5), (1, 3), (3, 5)):
+        with pytest.raises(InvalidRequest, match=f"image at token {start} exceeds the prompt"):
+            replace(image, start=start).check_bounds(prompt_len)
 
 
 def test_without_pixels_keeps_the_rest() -> None:
