@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, KVTierStats
 from foreword.core.request import Request
+from foreword.engine import kv_tiers
 from foreword.engine.engine import Engine
 from foreword.errors import ConfigError
 from foreword.kv_cache.host_tier import HostImages
@@ -121,6 +125,20 @@ def test_disk_below_host_memory_is_read_for_what_that_lacks(
     assert stats_of(few).hit_tokens > 0 and stats_of(few, "disk").hit_tokens > 0
 
 
+def test_states_read_from_disk_reach_host_memory(tmp_path: Path) -> None:
+    """Without them the blocks there would be of no use."""
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3_5_text", seed=3)
+    request, both = conversations(1)[-1], {**HOST, "kv_cache_dir": str(tmp_path / "kv")}
+    first = load_engine(checkpoint, **both)
+    answers_of(first, [request])
+    restarted = load_engine(checkpoint, **both)
+    answers_of(restarted, [request])
+    assert stats_of(restarted, "disk").hit_tokens > 0
+    assert restarted.prefix_loader is not None
+    anchors = restarted.prefix_loader.tiers[0].anchors
+    assert isinstance(anchors, HostImages) and anchors.stored
+
+
 def test_choices_of_a_prompt_read_it_once(checkpoint: Path) -> None:
     request, filler = conversations(1)[2], conversations(9)[-1]
     choices = [replace(request, id=f"choice {i}", seed=i) for i in range(4)]
@@ -205,3 +223,51 @@ def test_host_memory_without_room_for_a_block_is_refused(tmp_path: Path, family:
         ConfigError, match=r"kv_cache_host_memory 1KiB holds no block: a block of 16 tokens has"
     ):
         load_engine(checkpoint, **{**HOST, "kv_cache_host_memory": "1KiB"})
+
+
+def test_host_memory_of_one_block_and_one_state_is_enough(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3_5_text", seed=3)
+    engine = load_engine(checkpoint, **HOST)
+    assert engine.prefix_loader is not None
+    sizes = [images.entry_bytes for images in engine.prefix_loader.tiers[0].pools]
+    least = load_engine(checkpoint, **{**HOST, "kv_cache_host_memory": str(sum(sizes))})
+    assert len(host_images(least)._free) == 1
+    with pytest.raises(ConfigError, match="holds no block"):
+        load_engine(checkpoint, **{**HOST, "kv_cache_host_memory": str(sum(sizes) - 1)})
+
+
+def test_tier_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver pins the blocks' memory, and not that of the states: a restart goes on without the tier."""
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3_5_text", seed=3)
+    made: list[weakref.ref[HostImages]] = []
+
+    class Failing(HostImages):
+        def __init__(self, *arguments: Any) -> None:
+            if made:
+                raise RuntimeError("no more memory can be pinned")
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(kv_tiers, "HostImages", Failing)
+    engine = load_engine(checkpoint, **OPTIONS)
+    config = Config(model=str(checkpoint), kv_cache_host_memory="64MiB")
+    assert kv_tiers.make_prefix_loader(config, engine, is_restart=True) is None
+    gc.collect()
+    assert len(made) == 1 and made[0]() is None
+
+
+def test_rows_of_a_gpu_take_what_its_results_are_waited_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward pass only launches there."""
+    recorded: list[float] = []
+    monkeypatch.setattr(
+        PrefixLoader, "record_step", lambda loader, num_rows, seconds: recorded.append(seconds)
+    )
+    for device, least in (("cpu", 0.0), ("cuda", 1.0)):
+        engine = load_engine(checkpoint, **HOST)
+        engine.info = replace(engine.info, resolved=replace(engine.info.resolved, device=device))
+        monkeypatch.setitem(engine.timer.seconds, "sample", 1.0)
+        engine.submit(conversations(1)[0])
+        engine.step()
+        assert least <= recorded[-1] < least + 1.0

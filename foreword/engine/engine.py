@@ -215,7 +215,10 @@ class Engine:
             outputs = self._model_pass.run(scheduled.requests)  # _build_and_run(), retried on errors
             if self.prefix_loader is not None:
                 num_rows = sum([request.num_tokens for request in scheduled.requests])
-                self.prefix_loader.record_step(num_rows, self.timer.seconds.get("forward", 0.0))
+                seconds = self.timer.seconds.get("forward", 0.0)
+                if self.info.resolved.device != "cpu":  # a GPU is waited for where its results are read
+                    seconds += self.timer.seconds.get("sample", 0.0)
+                self.prefix_loader.record_step(num_rows, seconds)
             events += self._update(scheduled, outputs)
         if scheduled.pooling_requests:
             pooled = self._pooling_pass.run(scheduled.pooling_requests)  # _build_and_pool()

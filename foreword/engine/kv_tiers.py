@@ -91,10 +91,11 @@ def _make_host_tier(config: Config, engine: Engine) -> HostTier:
     images, anchor_images = kv.block_images(), kv.anchor_images()
     max_bytes = parse_bytes("kv_cache_host_memory", str(config.kv_cache_host_memory))
     state_share = 0 if plan is None else plan.block_share(kv.block_size)
-    num_blocks = max_bytes // (images.nbytes + state_share)
-    num_anchors = 0 if plan is None else (max_bytes - num_blocks * images.nbytes) // anchor_images.nbytes
-    if not num_blocks or (plan is not None and not num_anchors):
-        needed = format_bytes(images.nbytes + (0 if plan is None else anchor_images.nbytes))
+    state_bytes = 0 if plan is None else anchor_images.nbytes
+    num_blocks = min(max_bytes // (images.nbytes + state_share), (max_bytes - state_bytes) // images.nbytes)
+    num_anchors = 0 if plan is None else (max_bytes - num_blocks * images.nbytes) // state_bytes
+    if num_blocks < 1:
+        needed = format_bytes(images.nbytes + state_bytes)
         limit = f"a block of {kv.block_size} tokens has {needed}" + (", with a state" if plan else "")
         problem = f"kv_cache_host_memory {config.kv_cache_host_memory} holds no block: {limit}"
         raise ConfigError(problem, "kv_cache_host_memory")

@@ -59,9 +59,11 @@ class PrefixLoader:
         """Take what has been read, and begin to read for waiting requests that may start next."""
         decided = self._decided.values()
         self._decided = {s.id: s for s in decided if live.get(s.id) is s and not s.blocks}
-        now_s = self._clock()
+        now_s, room = self._clock(), MAX_STEP_BYTES
         for job in self._waited_for():
-            if not self._take(job) or now_s - job.submitted_s > job.max_seconds:
+            is_open, num_bytes = self._take(job, room)
+            room -= num_bytes
+            if not is_open or now_s - job.submitted_s > job.max_seconds:
                 self._end(job)
         for state in candidates:
             if state.id not in self._decided and state.id not in self._jobs:
@@ -157,29 +159,37 @@ class PrefixLoader:
         state.is_loading = True
         self._jobs[state.id] = state, jobs
 
-    def _take(self, job: ReadJob) -> bool:
-        """Give what was read to free blocks; False if no more comes."""
+    def _take(self, job: ReadJob, max_bytes: int) -> tuple[bool, int]:
+        """Give what was read to free blocks; whether more comes, and the bytes that were copied."""
         tier = self._tier_of[job.keys[0][0]]
         is_done, num_bytes = job.is_done or not tier.is_alive, 0
-        while num_bytes < MAX_STEP_BYTES and (read := tier.take(job)) is not None:
+        while num_bytes < max_bytes and (read := tier.take(job)) is not None:
             (pooled, digest, image), pool, started_s = read, read[0].pool, self._clock()
             num_bytes += image.nbytes
             if digest in pool:
                 continue
             if not pool.num_free:
-                return False
+                return False, num_bytes
             block = pool.allocate()
             pooled.images.write(block, image)
             if not pooled.has(digest, image):  # it may have changed while it was copied
                 pool.release([block])
-                return False
+                return False, num_bytes
             pool.publish(block, digest)
+            if pooled is tier.anchors:  # the other tiers learn of computed states alone
+                self._offer(digest, block)
             pool.release([block])
             tier.copy_seconds += self._clock() - started_s
             if pooled is tier.blocks:
                 tier.hit_tokens += self._prefix_cache.block_size
                 tier.avoided_seconds += self._prefix_cache.block_size * self._row_seconds
-        return not is_done or bool(job.images)
+        return not is_done or bool(job.images), num_bytes
+
+    def _offer(self, digest: bytes, anchor: int) -> None:
+        """Have the tiers write a state that was read from one of them."""
+        for tier in self.tiers:
+            if tier.anchors is not None:
+                tier.on_gained(tier.anchors, digest, anchor)
 
     def _end(self, job: ReadJob) -> None:
         for state, jobs in list(self._jobs.values()):

@@ -54,9 +54,8 @@ class PooledImages(ABC):
         self.images = images
         self.entry_bytes = entry_bytes
         self.queued: dict[bytes, QueuedWrite] = {}  # to be written, as long as the pool has them
-        pool.on_lost.append(self._on_lost)
 
-    def _on_lost(self, digest: bytes, block: int) -> None:
+    def on_lost(self, digest: bytes, block: int) -> None:
         self.queued.pop(digest, None)
 
     @abstractmethod
@@ -137,6 +136,8 @@ class Tier:
         self.blocks = blocks
         self.anchors = anchors
         self.pools = [blocks] if anchors is None else [blocks, anchors]
+        for images in self.pools:
+            images.pool.on_lost.append(images.on_lost)
         self.is_alive = True  # False once it has ended after an error, or was closed
         self.progress = threading.Event()  # a job has a further image, or is done
         self.refused: Counter[str] = Counter()  # files, by reason

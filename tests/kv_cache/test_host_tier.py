@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
+from foreword.kv_cache import prefix_loader
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.host_tier import HostImages, HostTier
 from foreword.kv_cache.prefix_cache import PrefixCache
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.storage import CacheImages
+from foreword.kv_cache.tier import ReadJob
 from tests.support.waiting import wait_until
 
 BLOCK_SIZE, NUM_BLOCKS, IMAGE_BYTES = 4, 8, 64
@@ -97,6 +100,25 @@ def test_image_that_changes_while_it_is_copied_is_not_used(
 
     monkeypatch.setattr(cache.host.images, "write", copy)
     assert cache.load() == 2 and cache.tier.hit_tokens == 8
+
+
+def test_a_step_copies_few_bytes_for_all_jobs_together(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is read at once: only this bound limits what other requests wait for."""
+    monkeypatch.setattr(prefix_loader, "MAX_STEP_BYTES", 2 * IMAGE_BYTES)
+    cache.compute()
+    jobs = [ReadJob([(cache.host, digest)], inf, 0.0) for digest in cache.digests]
+    params = SamplingParams(max_tokens=1)
+    states = [RequestState(Request(str(number), PROMPT, params, 1, ()), 0, 64) for number in range(len(jobs))]
+    cache.loader._jobs = {state.id: (state, [job]) for state, job in zip(states, jobs, strict=True)}
+    cache.loader._in_flight = {job.keys[0]: job for job in jobs}
+    for job in jobs:
+        cache.tier.read(job)
+    wait_until(lambda: all(job.is_done for job in jobs))
+    counts = []
+    while cache.loader.is_busy:
+        cache.loader.step([], {})
+        counts.append(cache.tier.hit_tokens // BLOCK_SIZE)
+    assert counts == [2, 4, 5]
 
 
 def test_blocks_that_may_be_wrong_are_read_by_no_request(cache: Cache) -> None:
