@@ -114,20 +114,27 @@ class Admission:
             meter.open -= count
 
     def admit(
-        self, count: int, tokens: int, meter: UsageMeter, charged_tokens: int | None = None
+        self,
+        count: int,
+        tokens: int,
+        meter: UsageMeter,
+        charged_tokens: int | None = None,
+        field: str = "prompt",
     ) -> AdmissionTicket:
         """Open `count` choices with `tokens` in prompts and parameters; the caller must release the ticket.
 
         `charged_tokens` are charged to the key (default: all): choices of one prompt are charged once.
+        `field` of the request is named in an error.
         Raises as check(), and the same errors for tokens.
         """
         self.check(count, meter)
         meter.check_tokens()
         if tokens > self._max_tokens:
+            parts = "prompts with log-probabilities" if field == "prompt_logprobs" else "prompts"
             raise InvalidRequest(
-                f"prompts and parameters of all choices hold {tokens} tokens; "
+                f"{parts} and parameters of all choices hold {tokens} tokens; "
                 f"this server takes at most {self._max_tokens} at once",
-                "prompt",
+                field,
             )
         if self.num_open_tokens + tokens > self._max_tokens:
             state = f"open requests hold {self.num_open_tokens} tokens of at most {self._max_tokens}"

@@ -59,6 +59,7 @@ class Proposer:
         self._request_drafters: dict[str, tuple[EngineDrafter, ...]] = {}
         self._unscored_drafts: dict[str, tuple[int, list[Draft]]] = {}
         self._steps_to_skip = 0
+        self._is_last_skip = False  # proposing follows this step
         self._num_skipped_steps = 0
         self._num_skipped_requests = 0  # summed over the skipped steps
         self._stats: DraftingStats | None = None
@@ -66,7 +67,7 @@ class Proposer:
     @property
     def should_sample_cost(self) -> bool:
         """Whether the step is a sample of plain decoding: the last of several without proposals."""
-        return self.is_skipping and not self._steps_to_skip and self._num_skipped_steps > NUM_COLD_STEPS
+        return self._is_last_skip and self._num_skipped_steps > NUM_COLD_STEPS
 
     @property
     def is_disabled(self) -> bool:
@@ -125,6 +126,7 @@ class Proposer:
         no_drafts: tuple[Draft | None, ...] = (None,) * len(states)
         can_draft = any(self._request_drafters[state.id] for state in states)
         self.is_skipping = bool(states) and (self._steps_to_skip > 0 or not can_draft)
+        self._is_last_skip = self.is_skipping and self._steps_to_skip == 1
         if not states:
             return no_drafts  # a prefill step is recorded even while steps are skipped
         if self.is_skipping:

@@ -254,6 +254,9 @@ def test_parameters_count_once_for_each_choice(fields: dict[str, Any]) -> None:
             reply = server.http.post("/v1/completions", json={**body, **more})
             assert reply.status_code == 400
             assert "takes at most 100" in reply.json()["error"]["message"]
+            assert reply.json()["error"]["param"] == (
+                "prompt_logprobs" if "prompt_logprobs" in body else "prompt"
+            )
         assert server.app.state.models.admission.num_open_tokens == 0
 
 

@@ -183,6 +183,23 @@ def test_last_of_several_skipped_steps_is_a_cost_sample(
     assert samples == [*[False] * (num_steps - 1), num_steps > 3, False]
 
 
+def test_steps_of_requests_that_never_draft_are_no_cost_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request whose steps were skipped has ended; another one goes on alone."""
+    monkeypatch.setattr(Rests, "num_steps_to_skip", lambda policy: 9)
+    proposer, state = Proposer((Scripted("a", (4,)),), 10, Rests()), state_of()
+    other = state_of("other", max_tokens=0)
+    propose(proposer, state)
+    proposer.start(other)
+    for _ in range(5):
+        proposer.propose([state, other])
+    proposer.finish(state.id)
+    samples = 0
+    for _ in range(30):
+        proposer.propose([other])
+        samples += proposer.should_sample_cost
+    assert samples == 1
+
+
 def test_skipping_outlasts_a_request_that_waits() -> None:
     class Waits(Rests):
         def start(self, state: RequestState) -> int:

@@ -276,8 +276,7 @@ class CrossEncoderScorer:
 
 def _check_repeated(pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]]) -> None:
     """A query is tokenized with each document, before it is truncated."""
-    num_chars = sum(len(first) + len(second) for first, second in pairs)
-    num_repeated = num_chars - sum(map(len, {text for pair in pairs for text in pair}))
+    num_repeated = sum(len(first) for first, _ in pairs) - sum(map(len, {first for first, _ in pairs}))
     if num_repeated > MAX_REPEATED_CHARS:
         field = names[0][0]
         raise InvalidRequest(

@@ -213,7 +213,8 @@ class Generation:
         scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
         tokens = sum(len(request.prompt_ids) for request in requests) * (1 + LOGPROB_TOKENS * scored)
         tokens += len(requests) * requests[0].num_param_tokens
-        return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
+        field = "prompt_logprobs" if scored else "prompt"
+        return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()), field)
 
     async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta | ForewordError]]:
         """(choice index, delta) until each choice has a finish reason or an error."""

@@ -23,6 +23,7 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 TEXT_MARK = "\0text\0"  # placeholder for the text in a cached chunk
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+INLINE_IDS = 16_384  # most tokens whose JSON is written on the event loop
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
@@ -136,8 +137,9 @@ class ChoicesWriter(ABC):
         is_repeated = self._has_repeated_events and index in self._started and not delta.finish_reason
         repeated = self.repeated_text(delta) if is_repeated else None
         if repeated is None:
+            is_long = index not in self._started and len(self.outputs[index].request.prompt_ids) > INLINE_IDS
             chunk = self.chunk(index, delta)
-            return None if chunk is None else sse_event(chunk)
+            return None if chunk is None else sse_event(chunk, in_pieces=is_long)
         kind, text = repeated
         parts = self._event_parts.get((index, kind))
         if parts is None:

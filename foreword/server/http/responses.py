@@ -52,9 +52,10 @@ def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
         yield json_bytes(value)
 
 
-def sse_event(value: Any) -> bytes:
-    """A server-sent event of one JSON value."""
-    return b"data: " + json_bytes(value) + b"\n\n"
+def sse_event(value: Any, in_pieces: bool = False) -> bytes:
+    """A server-sent event of one JSON value, of which large ones are written by json_pieces()."""
+    data = b"".join(json_pieces(value)) if in_pieces else json_bytes(value)
+    return b"data: " + data + b"\n\n"
 
 
 def is_messages_path(path: str) -> bool:

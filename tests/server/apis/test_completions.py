@@ -10,7 +10,7 @@ import pytest
 from foreword.core.outputs import TokenLogprob
 from foreword.server.answering import streaming
 from foreword.server.answering.generation import Generation
-from foreword.server.apis import completions
+from foreword.server.apis import choices_writer, completions
 from tests.server.conftest import RunningServer
 from tests.support import fakes
 from tests.support.fakes import BOS, EOS, FakeOutput
@@ -263,6 +263,42 @@ def test_many_choices_are_made_in_a_thread(served: RunningServer, monkeypatch: p
         assert served.http.post("/v1/completions", json=body).status_code == 200
     few, many = threads
     assert len(few) == len(many) == 1 and few != many
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"echo": True, "logprobs": 2}, {"INLINE_LOGPROBS": 1}),
+        ({"return_token_ids": True}, {"INLINE_IDS": 3}),
+    ],
+)
+def test_prompt_in_the_first_event_of_a_stream_is_written_in_a_thread(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], limit: dict[str, int]
+) -> None:
+    """160 KB that asked for an echo with log-probabilities held the event loop for 2 s."""
+    threads: list[str] = []
+
+    def record(writer: completions.CompletionWriter, *arguments: Any) -> dict[str, Any] | None:
+        threads.append(threading.current_thread().name)
+        return chunk(writer, *arguments)
+
+    chunk = completions.CompletionWriter.chunk
+    monkeypatch.setattr(completions.CompletionWriter, "chunk", record)
+    body = {"prompt": "Hello", "stream": True, "n": 2, "seed": 1, "max_tokens": 8, **fields}
+    texts = []
+    for limits in ({}, limit):
+        for name, value in limits.items():
+            monkeypatch.setattr(streaming, name, value)
+            if name == "INLINE_IDS":
+                monkeypatch.setattr(choices_writer, name, value)
+        threads.append("next")
+        lines = served.http.post("/v1/completions", json=body).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        texts.append(sorted(json.dumps(event["choices"]) for event in events))
+    first = threads[1]
+    inline, written = threads[1 : threads.index("next", 1)], threads[threads.index("next", 1) + 1 :]
+    assert texts[0] == texts[1]
+    assert set(inline) == {first} and sum(name != first for name in written) == 2, "once for each choice"
 
 
 def test_many_logprobs_are_written_in_a_thread(

@@ -403,6 +403,8 @@ def test_work_on_a_repeated_query_is_bounded(
         assert reply.status_code == status
     assert "query has 2000 characters, read with each of 200 texts" in reply.json()["error"]["message"]
     assert len(threads) == 102 and len({*threads[:2]}) == 1 and threads[0] not in threads[2:]
+    equal = {"query": "q", "documents": ["b" * 3000] * 200, "truncate_prompt_tokens": 32}
+    assert server.http.post("/v1/rerank", json=equal).status_code == 200, "a client has sent each of them"
 
 
 def test_disconnect_cancels_the_encoder(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
