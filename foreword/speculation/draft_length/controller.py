@@ -251,7 +251,7 @@ class DraftLengthController(Policy):
                 self._reject(candidate.request, reason, max_backoff)
         self._last_was_empty = bool(proposals) and not self.next_step.draft_cost
         self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
-        if reason is BASELINE_STEP:
+        if reason is BASELINE_STEP and self.exploration.samples_plain:
             self._steps_to_skip = max(self._steps_to_skip, NUM_COLD_STEPS + 1)  # the last is a plain sample
         self.next_step.advance()
         return drafts

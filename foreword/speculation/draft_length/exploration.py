@@ -15,6 +15,7 @@ MAX_SAVED_STEPS = 6.0  # capacity of the budget
 FIRST_SAVED_STEPS = 8.0  # plain steps in the first budget, to check the calibration
 FIRST_EXPLORE_STEP = 256  # until then the budget serves to check the calibration, not draft models
 FIRST_STEPS_BETWEEN_PROBES, STEPS_BETWEEN_PROBES = 8, 32  # doubles
+MAX_COLD_SHARE = 0.3  # of a plain step that cold caches may take
 MIN_PROBE_GAIN = 1.1  # expected tokens of a probe, relative to none
 
 
@@ -53,6 +54,7 @@ class Exploration:
     def __init__(self, cost_model: CostModel, next_step: NextStep) -> None:
         self.budget = ExplorationBudget(cost_model.step_costs.cost_of(StepShape(1, 1)))
         self.next_probe_step = 0
+        self.samples_plain = False  # the baseline that was taken last is followed by a sample
         self._steps_between_probes = FIRST_STEPS_BETWEEN_PROBES
         self._cost_model = cost_model
         self._next_step = next_step
@@ -95,12 +97,19 @@ class Exploration:
     def takes_baseline(self, base_step: BaseStep, token_rate: float) -> bool:
         """Whether the next step runs without its drafts, to renew the watchdog's baseline.
 
-        Steps without proposing follow, of which the last is a sample of plain decoding.
+        Where drafts gain little, steps without proposing follow, of which the last is a sample of plain
+        decoding. Where they gain more, cold caches cannot be the reason.
         """
-        if not self._cost_model.watchdog.is_baseline_stale:
+        watchdog = self._cost_model.watchdog
+        if not watchdog.is_baseline_stale:
             return False
         lost = base_step.plain_cost - base_step.shape.num_sampled / token_rate
-        return self._take(lost * (NUM_COLD_STEPS + 2))
+        self.samples_plain = lost < MAX_COLD_SHARE * base_step.plain_cost
+        if not self._take(lost * (NUM_COLD_STEPS + 2) if self.samples_plain else lost):
+            return False
+        if not self.samples_plain:
+            watchdog.record_sample()
+        return True
 
     @property
     def explores_models(self) -> bool:
