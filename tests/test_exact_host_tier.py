@@ -1,4 +1,4 @@
-"""A tier of KV blocks in host memory changes no bit. Here the pool of a CPU's engine stands for a GPU's."""
+"""Answers are equal in bits with KV blocks from host memory. The engines run on a CPU."""
 
 from __future__ import annotations
 

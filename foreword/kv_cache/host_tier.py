@@ -19,7 +19,7 @@ from foreword.utils.mapped_memory import HugePages, pin_memory
 
 
 class HostImages(PooledImages):
-    """The content of one pool, and its images in host memory: the least recently used gives way.
+    """An LRU cache of the images of one pool, in host memory.
 
     There is no checksum: what may be wrong is removed as its request fails, and nothing outlives the engine.
     """

@@ -1,4 +1,4 @@
-"""Images in host memory: the least recently used gives way; none is used that changes while it is copied."""
+"""The LRU cache of images in host memory, and its slots that are reused while the engine copies them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.chat.body import ReasoningBody
-from foreword.server.apis.choices_writer import INLINE_IDS, ResponseHeader, ResponseOptions
+from foreword.server.apis.choices_writer import ResponseHeader, ResponseOptions, is_large
 from foreword.server.apis.sampling import SamplingBody
 from foreword.server.http.errors import error_response
 from foreword.server.http.responses import (
@@ -27,10 +27,8 @@ from foreword.server.http.responses import (
     json_pieces,
 )
 from foreword.server.loaded_model import LoadedModel
-from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from foreword.tokenizer.output_processor import OutputDelta
 from foreword.utils.threads import run_in_own_thread
-
-INLINE_LOGPROBS = 512  # most tokens with log-probabilities whose JSON is written on the event loop
 
 
 class ResponseWriter(Protocol):
@@ -141,7 +139,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
             started = True
             for event in writer.first_events():
                 yield event
-        if index not in begun and _is_large([generation.outputs[index]]):  # its first event has the prompt
+        if index not in begun and is_large([generation.outputs[index]]):  # its first event has the prompt
             events = await run_in_own_thread(writer.event, index, item)
         else:
             events = writer.event(index, item)
@@ -159,13 +157,6 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
         yield writer.error_event(first_error)
     else:
         raise first_error
-
-
-def _is_large(outputs: Sequence[ChoiceOutput]) -> bool:
-    """Whether to write choices in a thread: a response may have their log-probabilities and ids."""
-    num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs)
-    num_ids = sum(len(output.request.prompt_ids) + output.num_tokens for output in outputs)
-    return num_logprobs > INLINE_LOGPROBS or num_ids > INLINE_IDS
 
 
 class FullResponse(Response):
@@ -190,6 +181,6 @@ class FullResponse(Response):
         await self._generation.collect()
         await self._generation.commit_usage()
         self._writer.record_returned(self._writer.num_returned)
-        if not _is_large(self._generation.outputs):
+        if not is_large(self._generation.outputs):
             return json_bytes(self._writer.full())
         return await run_in_own_thread(lambda: b"".join(json_pieces(self._writer.full())))

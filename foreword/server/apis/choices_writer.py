@@ -23,7 +23,8 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 TEXT_MARK = "\0text\0"  # placeholder for the text in a cached chunk
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
-INLINE_IDS = 16_384  # most tokens whose JSON is written on the event loop
+# Most tokens whose JSON is written on the event loop: with log-probabilities, and ids alone
+INLINE_LOGPROBS, INLINE_IDS = 512, 16_384
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
@@ -137,9 +138,9 @@ class ChoicesWriter(ABC):
         is_repeated = self._has_repeated_events and index in self._started and not delta.finish_reason
         repeated = self.repeated_text(delta) if is_repeated else None
         if repeated is None:
-            is_long = index not in self._started and len(self.outputs[index].request.prompt_ids) > INLINE_IDS
+            has_long_prompt = index not in self._started and is_large([self.outputs[index]])
             chunk = self.chunk(index, delta)
-            return None if chunk is None else sse_event(chunk, in_pieces=is_long)
+            return None if chunk is None else sse_event(chunk, in_pieces=has_long_prompt)
         kind, text = repeated
         parts = self._event_parts.get((index, kind))
         if parts is None:
@@ -386,3 +387,10 @@ def prompt_tokens(
         tokens.append((names.name(token_id), offset, logprob))
         offset += len(detokenizer.feed(token_id))
     return tokens
+
+
+def is_large(outputs: Sequence[ChoiceOutput]) -> bool:
+    """Whether to write choices in a thread: a response may have their log-probabilities and ids."""
+    num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs)
+    num_ids = sum(len(output.request.prompt_ids) + output.num_tokens for output in outputs)
+    return num_logprobs > INLINE_LOGPROBS or num_ids > INLINE_IDS

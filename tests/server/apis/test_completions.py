@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from foreword.core.outputs import TokenLogprob
-from foreword.server.answering import streaming
 from foreword.server.answering.generation import Generation
 from foreword.server.apis import choices_writer, completions
 from tests.server.conftest import RunningServer
@@ -272,7 +271,7 @@ def test_many_choices_are_made_in_a_thread(served: RunningServer, monkeypatch: p
         ({"return_token_ids": True}, {"INLINE_IDS": 3}),
     ],
 )
-def test_prompt_in_the_first_event_of_a_stream_is_written_in_a_thread(
+def test_first_event_of_a_long_prompt_is_written_in_a_thread(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], limit: dict[str, int]
 ) -> None:
     """160 KB that asked for an echo with log-probabilities held the event loop for 2 s."""
@@ -288,9 +287,7 @@ def test_prompt_in_the_first_event_of_a_stream_is_written_in_a_thread(
     texts = []
     for limits in ({}, limit):
         for name, value in limits.items():
-            monkeypatch.setattr(streaming, name, value)
-            if name == "INLINE_IDS":
-                monkeypatch.setattr(choices_writer, name, value)
+            monkeypatch.setattr(choices_writer, name, value)
         threads.append("next")
         lines = served.http.post("/v1/completions", json=body).text.split("\n\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -315,7 +312,7 @@ def test_many_logprobs_are_written_in_a_thread(
     monkeypatch.setattr(completions.CompletionWriter, "full", record)
     answers = []
     for limit in (512, 1):
-        monkeypatch.setattr(streaming, "INLINE_LOGPROBS", limit)
+        monkeypatch.setattr(choices_writer, "INLINE_LOGPROBS", limit)
         body = {"prompt": "Hello", "echo": True, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "seed": 1}
         answers.append(served.http.post("/v1/completions", json=body).json()["choices"])
     assert answers[0] == answers[1] and threads[0] != threads[1]
