@@ -106,6 +106,7 @@ FULL_ONLY = {
     "test_choices.py",
     "test_exact_overlap.py",
     "test_fake_cuda.py",
+    "test_fake_cuda_tiers.py",
     "test_images.py",
     "test_load.py",
     "tokenizer/test_chat_template_images.py",
