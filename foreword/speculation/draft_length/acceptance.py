@@ -27,8 +27,8 @@ REQUEST_DECAY = 1 - 1 / 32  # per trial of the request
 MAX_PROB = 0.995
 
 
-class RequestAcceptance:
-    """A drafter's acceptance on one request, relative to the mean.
+class RelativeAcceptance:
+    """Acceptance on one request, relative to what was predicted for its drafts.
 
     Its probability is `shift + slope * p` for a mean p: fewer hits than expected scale the hits down, fewer
     misses scale the misses down.
@@ -55,6 +55,20 @@ class RequestAcceptance:
             self.shift = 1.0 - self.slope
 
 
+class RequestAcceptance(RelativeAcceptance):
+    """A drafter's acceptance on one request, relative to drafts of the same confidence on all requests.
+
+    `overall` is relative to all drafts: before a draft is made, its confidence is not known, and on a hard
+    request it is low.
+    """
+
+    __slots__ = ("overall",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overall = RelativeAcceptance()
+
+
 class AcceptanceModel:
     """A drafter's acceptance on all requests, by confidence bucket and position group."""
 
@@ -74,9 +88,11 @@ class AcceptanceModel:
         hits = next((i for i in range(reached) if draft_ids[i] != output_ids[i]), reached)
         trials = min(hits + 1, reached)
         buckets = _confidence_buckets(draft, trials)
-        expected = 0.0
+        expected = expected_overall = 0.0
+        overall = self._hit_rates[ALL_DRAFTS] or self._compute_hit_rates(ALL_DRAFTS)
         for position, bucket in enumerate(buckets):
             group = POSITION_GROUPS[position] if position < 16 else 5
+            expected_overall += overall[group]
             expected += (self._hit_rates[bucket] or self._compute_hit_rates(bucket))[group]
             self._add_trial(bucket, group, position < hits)
             self._add_trial(ALL_DRAFTS, group, position < hits)
@@ -84,6 +100,7 @@ class AcceptanceModel:
         if draft.confidence:
             self._update_means(draft.confidence[:trials], hits)
         request.update(hits, expected, trials)
+        request.overall.update(hits, expected_overall, trials)
         return hits
 
     def prefix_probs(self, draft: Draft, request: RequestAcceptance, min_prob: float) -> list[float]:
@@ -103,7 +120,7 @@ class AcceptanceModel:
 
     def expected_prefix_probs(self, request: RequestAcceptance, draft_len: int) -> list[float]:
         """The same for a draft of `draft_len` tokens that is not proposed yet."""
-        shift, slope = request.shift, request.slope
+        shift, slope = request.overall.shift, request.overall.slope
         by_group = [min(shift + slope * rate, MAX_PROB) for rate in self.hit_rates(ALL_DRAFTS)]
         by_position = [by_group[group] for group in POSITION_GROUPS]
         by_position += by_position[-1:] * (draft_len - len(by_position))

@@ -333,8 +333,10 @@ class DraftLengthController(Policy):
         has_prefill = not summary.is_decode_only
         plain_cost = self._last_plain_cost = model.plain_cost(summary.plain_shape, has_prefill)
         proposing = accounts.cost + self.backoff.proposal_cost
+        draft_cost = self.next_step.draft_cost
+        is_planned = draft_cost > 0.0 and self.draft_planner.has_planned(self.next_step.index - 1)
         cost, drafting = model.record_step(
-            summary, step_record.seconds_by_stage, self.next_step.draft_cost, proposing
+            summary, step_record.seconds_by_stage, draft_cost, proposing, is_planned
         )
         if self._last_was_empty:
             slowdown = 1.0 - model.plain_ratio(has_prefill)  # overlap lost, or cold caches

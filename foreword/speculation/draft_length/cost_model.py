@@ -355,10 +355,12 @@ class CostModel:
         seconds_by_stage: Mapping[str, float],
         predicted_draft_cost: float,
         proposal_cost: float = 0.0,
+        is_planned: bool = False,
     ) -> tuple[float, float]:
         """Learn from a step whose draft passes were predicted to cost `predicted_draft_cost`.
 
         proposal_cost  measured cost of all other drafters, a part of the drafting
+        is_planned     its draft passes were to pay, which counts even if no draft is verified
         Returns model seconds: of the step without drafting, and of the drafting.
         """
         drafting = seconds_by_stage.get("draft", 0.0)
@@ -366,12 +368,13 @@ class CostModel:
         forgotten = max(PLAIN_RATIO_FORGOTTEN - self.measured_plain_ratio, 0.0)
         self.measured_plain_ratio += forgotten * PLAIN_RATIO_FORGET_ALPHA
         cost = self.step_costs.cost_of(summary.shape)
-        if summary.num_draft_rows:
+        is_speculative = is_planned or summary.num_draft_rows > 0
+        if is_speculative:
             self.predicted_seconds += (cost + predicted_draft_cost + proposal_cost) * self.drift
             self.realised_seconds += verifying + drafting
             self.plain_seconds += self._plain_cost_of_tokens(summary) * self.drift
         if summary.is_decode_only and verifying > 0.0:
-            self._update(summary, cost, seconds_by_stage)
+            self._update(summary, cost, seconds_by_stage, is_speculative)
         drafted = drafting / self.drift
         passes = drafted - proposal_cost
         if predicted_draft_cost > 0.0 and passes > 0.0:
@@ -413,14 +416,20 @@ class CostModel:
         seconds = self._pass_costs[drafter].draft_seconds(num_pending_rows, num_requests, draft_len)
         return self._pass_factor * seconds
 
-    def _update(self, summary: StepSummary, cost: float, seconds_by_stage: Mapping[str, float]) -> None:
+    def _update(
+        self,
+        summary: StepSummary,
+        cost: float,
+        seconds_by_stage: Mapping[str, float],
+        is_speculative: bool,
+    ) -> None:
         total, sampling = sum(seconds_by_stage.values()), seconds_by_stage.get("sample", 0.0)
         ratio = (total - seconds_by_stage.get("draft", 0.0)) / cost
         error = math.log(min(max(ratio / self.drift, 1 / MAX_SURPRISE), MAX_SURPRISE))
         share = self.step_costs.correct(summary.shape.num_rows, error, self._speed_variance)
         self.drift *= math.exp(error * share)
         self._speed_variance = self._speed_variance * (1.0 - share) + SPEED_VARIANCE
-        if summary.num_draft_rows:
+        if is_speculative:
             self.watchdog.record_speculative(total, self._plain_cost_of_tokens(summary))
         else:
             self.watchdog.record_plain(ratio)

@@ -22,6 +22,7 @@ DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # lengths that plans conside
 MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
 FEW_PENDING_ROWS = 8  # requests with more come last
 MAX_PLANS_CHECKED = 12  # plans searched for one within the delay budgets
+MAX_PLANNED_DELAY = 0.75  # share of its expected gain that a request over its budget is delayed by
 EARLY_STOP_RATIO = 0.97  # share of the best rate so far, below which longer drafts are not better
 NO_BACKOFF_STEPS = 8  # after a draft model ran: it may draft for all requests in the same passes
 DEFAULT_OUTPUT_TOKENS = 128.0  # mean output length before any request has ended
@@ -66,6 +67,10 @@ class DraftModelPlanner:
     def suspends_backoff(self, step_index: int) -> bool:
         """A draft model ran shortly before this step: requests that back off may join its next passes."""
         return step_index < self._last_plan_step + NO_BACKOFF_STEPS
+
+    def has_planned(self, step_index: int) -> bool:
+        """A draft model ran for this step because it was to pay."""
+        return step_index == self._last_plan_step
 
     def plan(
         self,
@@ -203,6 +208,16 @@ class DraftModelRequest:
     def expected_tokens(self, draft_len: int) -> float:
         return sum(self.prefix_probs[:draft_len])
 
+    def regains(self, delay: float, draft_len: int, plain_cost: float) -> bool:
+        """Whether its expected tokens compensate a delay beyond its budget.
+
+        Else it would soon be over its budget, and allow no draft of others to be verified.
+        """
+        slack = self.request.delay_budget.allowance(plain_cost)
+        if delay <= max(slack, 0.0):
+            return True
+        return self.expected_tokens(draft_len) * plain_cost >= min(delay - slack, delay / MAX_PLANNED_DELAY)
+
 
 class DraftModelPlan(NamedTuple):
     """Draft `draft_len` tokens for each request. Costs are model seconds."""
@@ -216,13 +231,15 @@ class DraftModelPlan(NamedTuple):
 
 
 def affordable_plan(plans: Sequence[DraftModelPlan], base_step: BaseStep) -> DraftModelPlan | None:
-    """The best plan that delays no other request beyond its budget.
+    """The best plan that delays no request beyond its budget, unless its own tokens compensate it.
 
     A prompt's first read is an investment of its own request, which `rate` accounts for.
     """
+    plain_cost = base_step.plain_cost
     for plan in plans[:MAX_PLANS_CHECKED]:
-        delay = plan.draft_cost + plan.verify_cost + plan.catch_up_cost - base_step.plain_cost
-        if delay <= base_step.max_delay(r.request for r in plan.requests):
+        delay = plan.draft_cost + plan.verify_cost - plain_cost
+        is_affordable = delay + plan.catch_up_cost <= base_step.max_delay(r.request for r in plan.requests)
+        if is_affordable and all(r.regains(delay, plan.draft_len, plain_cost) for r in plan.requests):
             for request in plan.requests:
                 if not request.request.prompt_read:
                     request.request.prompt_read = True

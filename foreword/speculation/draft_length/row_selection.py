@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,10 @@ def select_rows(
             if rate > min_rate:
                 return Selection(lengths, rate, limited_by_budget=count < best_count)
         count = int(count * SHRINK_FACTOR)
-    return Selection([0] * len(candidates), limited_by_budget=best_count > 0)
+    is_limited = best_count > 0 or (
+        costs[1] > max_cost + spent and best_num_rows(gains, num_sampled, rated, math.inf) > 0
+    )
+    return Selection([0] * len(candidates), limited_by_budget=is_limited)
 
 
 def distribute(

@@ -83,6 +83,17 @@ def test_request_may_differ_from_the_mean_both_ways(usual: float, own: float) ->
     assert first(rates, RequestAcceptance()) == pytest.approx(usual, abs=0.15)
 
 
+def test_hard_request_is_known_before_its_draft_has_a_confidence() -> None:
+    """Its confidences say the truth: its drafts are as right as those of others with the same."""
+    rates, record = AcceptanceModel(), RequestAcceptance()
+    for seed in range(30):
+        taught(rates, RequestAcceptance(), 0.9, 20, confidence=0.9, seed=seed)
+        taught(rates, record, 0.1, 20, confidence=0.1, seed=seed + 100)
+    assert first(rates, record, confidence=0.9) > 0.7
+    assert rates.expected_prefix_probs(record, 1)[0] == pytest.approx(0.1, abs=0.15)
+    assert rates.expected_prefix_probs(RequestAcceptance(), 1)[0] > 0.4
+
+
 def test_request_acceptance_forgets() -> None:
     rates, record = AcceptanceModel(), RequestAcceptance()
     taught(rates, record, 0.0, 300)

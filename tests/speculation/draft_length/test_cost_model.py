@@ -243,6 +243,8 @@ def test_realised_seconds_include_drafting() -> None:
     machine.record_step(drafted, {"forward": 0.011, "draft": 0.002}, 0.001)
     assert machine.realised_seconds == pytest.approx(0.013)
     assert machine.predicted_seconds == pytest.approx(0.011, rel=0.01)
+    machine.record_step(plain, {"forward": 0.01, "draft": 0.5}, 0.5, is_planned=True)
+    assert machine.realised_seconds == pytest.approx(0.523), "planned drafts of which none was verified"
 
 
 def test_pass_costs_are_corrected() -> None:

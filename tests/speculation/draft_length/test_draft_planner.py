@@ -97,6 +97,26 @@ def test_plan_respects_delay_budgets(lead: float, allowed: bool) -> None:
     assert (affordable_plan([plan_of(mine)], frame) is not None) == allowed
 
 
+@pytest.mark.parametrize(
+    ("chance", "lead", "allowed"),
+    [
+        (0.1, 0.4, True),
+        (0.1, 0.2, True),
+        (0.1, 0.1, False),
+        (0.3, 0.0, True),
+        (0.3, -5.0, False),
+        (0.4, -5.0, True),
+    ],
+)
+def test_request_over_its_budget_joins_where_its_tokens_compensate(
+    chance: float, lead: float, allowed: bool
+) -> None:
+    """A delay of 0.3 steps, which two draft tokens repay with 0.11, 0.39 or 0.56 of one."""
+    easy, hard = member(0, 0.9), member(1, chance, request=tracked(lead))
+    frame = frame_of(easy.request.delay_budget, hard.request.delay_budget)
+    assert (affordable_plan([plan_of(easy, hard)], frame) is not None) == allowed
+
+
 def test_first_read_delays_others_only_within_their_budgets() -> None:
     mine, others = member(0, 0.9, request=tracked(lead=0.0, read=False)), DelayBudget(0, ahead_s=4.0)
     frame, plan = frame_of(mine.request.delay_budget, others), plan_of(mine, invested=4.0)

@@ -87,6 +87,13 @@ def test_selection_respects_delay_budgets(lead: float, length: int) -> None:
         [candidate(mine, 0.99, 0.98, 0.97)], frame_of(mine, other), [1.0, 1.2, 1.5, 1.6], 0.0
     )
     assert choice.lengths == [length]
+    assert choice.limited_by_budget == (length == 0)
+
+
+def test_selection_that_would_not_pay_is_not_limited_by_budgets() -> None:
+    mine, other = tracked(10.0), tracked(0.0)
+    choice = select_rows([candidate(mine, 0.1)], frame_of(mine, other), [1.0, 1.2], 0.0)
+    assert choice.lengths == [0] and not choice.limited_by_budget
 
 
 def test_delay_budgets_are_fully_used() -> None:
