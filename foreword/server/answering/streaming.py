@@ -28,7 +28,7 @@ from foreword.server.http.responses import (
 )
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta
-from foreword.utils.threads import run_in_own_thread
+from foreword.utils.threads import join_in_own_thread, run_in_own_thread
 
 
 class ResponseWriter(Protocol):
@@ -183,4 +183,4 @@ class FullResponse(Response):
         self._writer.record_returned(self._writer.num_returned)
         if not is_large(self._generation.outputs):
             return json_bytes(self._writer.full())
-        return await run_in_own_thread(lambda: b"".join(json_pieces(self._writer.full())))
+        return await join_in_own_thread(lambda: json_pieces(self._writer.full()))

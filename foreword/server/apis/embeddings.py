@@ -6,7 +6,7 @@ import time
 import uuid
 from array import array
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -21,7 +21,7 @@ from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import CLIENT_CLOSED, json_pieces
 from foreword.server.intake import IntakeRoute
 from foreword.server.registry import ModelsDep
-from foreword.utils.threads import run_in_own_thread
+from foreword.utils.threads import join_in_own_thread
 
 MAX_INPUTS = 2048  # inputs of one request, OpenAI's limit
 router = APIRouter(route_class=IntakeRoute)
@@ -113,7 +113,7 @@ async def embeddings(
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
 
-    def build_response() -> Response:
+    def pieces() -> Iterator[bytes]:
         values = [normalize_embedding(vector, body.dimensions, normalize) for vector in vectors]
         answer = {
             "object": "list",
@@ -123,11 +123,11 @@ async def embeddings(
             "data": _embedding_data(values, body.encoding_format == "base64"),
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return Response(b"".join(json_pieces(answer, VECTOR_LEVELS)), media_type="application/json")
+        return json_pieces(answer, VECTOR_LEVELS)
 
-    if sum(map(len, vectors)) > THREAD_MIN_BYTES:
-        return await run_in_own_thread(build_response)
-    return build_response()
+    is_large = sum(map(len, vectors)) > THREAD_MIN_BYTES
+    content = await join_in_own_thread(pieces) if is_large else b"".join(pieces())
+    return Response(content, media_type="application/json")
 
 
 def _embedding_data(vectors: Sequence[array[float]], base64: bool) -> list[dict[str, object]]:
