@@ -1,9 +1,10 @@
 """Requests generated from the server's own OpenAPI document: each gets an answer or a refusal.
 
-    python -m benchmarks.fuzz_api [--requests 10000] [--url URL] [--seed N]
+    python -m benchmarks.fuzz_api [--requests 10000] [--changes 0] [--url URL] [--seed N]
 
 A third of the bodies obeys the document, a third breaks it, and a third obeys a narrowed one, with
 numbers within their limits and known texts, so that most of them reach the engine. Four at a time.
+With --changes N, each is followed by N copies with some JSON changed, which cost less to make.
 Without --url the bundled model is served. A failure is a status of 500 and above, an error without
 an envelope, no answer within a minute, or afterwards an engine that is not idle or changes a fixed
 answer. Prints counts by status and one JSON line; exit code 1 after a failure.
@@ -13,29 +14,34 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Any
 
 import httpx
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
+from benchmarks.fuzz_mutate import change_json
 from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.tables import print_table
 from foreword.config.options import Config
 
 WORKERS, TIMEOUT_S = 4, 60.0
+NUM_DONORS, MAX_PENDING = 64, 256  # bodies whose parts are exchanged; requests that wait for a thread
 IDLE_S = 2.5  # the engine checks its bookkeeping after a second of idleness
 SERVER_CONFIG = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
 PROBE = {
@@ -150,8 +156,42 @@ class Findings:
                 self.failures.append(f"{path}: {failure}")
 
 
-def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
-    """Send about `requests` requests to the server at `url`; raises nothing."""
+class Sender:
+    """Sends requests in threads, and changed copies of each."""
+
+    def __init__(self, url: str, findings: Findings, threads: ThreadPoolExecutor, changes: int, seed: int):
+        self._url, self._findings, self._threads, self._changes = url, findings, threads, changes
+        self._random = Random(seed)
+        self._bodies: defaultdict[str, deque[bytes]] = defaultdict(lambda: deque(maxlen=NUM_DONORS))
+        self._pending = threading.BoundedSemaphore(MAX_PENDING)
+
+    def send(self, case: Any) -> None:
+        path = case.operation.path
+        self._submit(path, lambda: case.call(base_url=self._url, timeout=TIMEOUT_S), case.body)
+        if not self._changes or "{" in path or case.operation.method != "post":
+            return
+        try:
+            data = json.dumps(case.body).encode()
+        except TypeError:  # no JSON
+            return
+        donors = self._bodies[path]
+        donors.append(data)
+        for _ in range(self._changes):
+            changed = change_json(self._random, data, self._random.choice(donors))
+            self._submit(path, partial(self._post, path, changed), changed)
+
+    def _post(self, path: str, data: bytes) -> Any:
+        headers = {"content-type": "application/json"}
+        return requests.post(f"{self._url}{path}", data=data, headers=headers, timeout=TIMEOUT_S)
+
+    def _submit(self, path: str, call: Callable[[], Any], body: object) -> None:
+        self._pending.acquire()
+        task = self._threads.submit(_ask, path, call, body, self._findings)
+        task.add_done_callback(lambda _: self._pending.release())
+
+
+def fuzz(url: str, num_requests: int, seed: int = 0, changes: int = 0) -> Findings:
+    """Send about `num_requests` requests, each with as many changed copies; raises nothing."""
     document = httpx.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
     kinds = [
         (document, GenerationMode.POSITIVE),
@@ -167,11 +207,10 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
     posts = sum(op.method == "post" for op, _ in jobs)
     findings = Findings()
     with ThreadPoolExecutor(WORKERS) as threads:  # threads only send: bodies are generated here
+        sender = Sender(url, findings, threads, changes, seed)
         for number, (operation, mode) in enumerate(jobs):
-            count = -(-requests // posts) if operation.method == "post" else 5
-            _generate_requests(
-                operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings
-            )
+            count = -(-num_requests // posts) if operation.method == "post" else 5
+            _generate_requests(operation, mode, count, seed + number, sender.send, findings)
     return findings
 
 
@@ -219,13 +258,12 @@ def _generate_requests(
         findings.note(operation.path, 0, f"the document cannot be used: {error!r:.300}")
 
 
-def _ask(url: str, findings: Findings, case: Any) -> None:
-    path = case.operation.path
+def _ask(path: str, call: Callable[[], Any], body: object, findings: Findings) -> None:
     try:
-        reply = case.call(base_url=url, timeout=TIMEOUT_S)
+        reply = call()
         findings.note(path, reply.status_code, failure(reply))
     except Exception as error:  # no answer, or an incomplete one
-        findings.note(path, 0, f"{error!r:.300} for {case.body!r:.500}")
+        findings.note(path, 0, f"{error!r:.300} for {body!r:.500}")
 
 
 def failure(reply: Any) -> str | None:
@@ -265,13 +303,14 @@ def find_damage(url: str, before: str) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--changes", type=int, default=0, help="changed copies of each")
     parser.add_argument("--url", default=None, help="a running Foreword server")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     with nullcontext(args) if args.url else ServerProcess(SERVER_CONFIG) as server:
         before = probe(server.url)
-        findings = fuzz(server.url, args.requests, args.seed)
+        findings = fuzz(server.url, args.requests, args.seed, args.changes)
         wrong = find_damage(server.url, before)
     failures = [*findings.failures, *([wrong] if wrong else [])]
     _show(findings, time.perf_counter() - began)
