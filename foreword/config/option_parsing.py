@@ -43,7 +43,7 @@ def parse_option(source: str, type_name: str, text: str) -> Any:
         raise ConfigError(f"{source} must be {KIND_NAMES[type_name]}, got {text!r}{hint}", source) from None
 
 
-class _BoundedLoader(yaml.BaseLoader):
+class BoundedLoader(yaml.BaseLoader):
     """Refuses deep nesting, which costs seconds until Python's own limit of recursion ends it."""
 
     depth = 0
@@ -51,7 +51,7 @@ class _BoundedLoader(yaml.BaseLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.depth += 1
         if self.depth > MAX_NESTING:
-            raise yaml.YAMLError(f"it nests more than {MAX_NESTING} lists and mappings")
+            raise yaml.MarkedYAMLError(problem=f"it nests more than {MAX_NESTING} lists and mappings")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -64,7 +64,7 @@ def compose_yaml(kind: str, path: Path) -> yaml.Node | None:
     """
     param = kind.partition(" ")[0]
     try:
-        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=_BoundedLoader)
+        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except OSError as error:
         raise ConfigError(f"{kind} {path}: {error.strerror or error}", param) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

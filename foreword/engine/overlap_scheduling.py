@@ -88,6 +88,7 @@ class _DecodeRun:
     in_flight: deque[Sequence[_RunRequest]] = field(default_factory=deque)
     draining: bool = False  # nothing more is launched
     warm: bool = False  # a step was in flight before this one was collected
+    num_launched: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -159,7 +160,7 @@ class OverlapLoop:
         return (
             run is not None
             and run.warm
-            and not (run.draining or run.num_draft_tokens or self.num_device_steps % COST_SAMPLE_EVERY)
+            and not (run.draining or run.num_draft_tokens or run.num_launched % COST_SAMPLE_EVERY)
         )
 
     def _is_live(self, request: _RunRequest) -> bool:
@@ -268,6 +269,7 @@ class OverlapLoop:
         for request in active:
             request.in_flight += 1
         run.in_flight.append(active)
+        run.num_launched += 1
         self.num_device_steps += 1
         return True
 

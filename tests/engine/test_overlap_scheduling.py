@@ -463,6 +463,21 @@ def test_run_lasts_as_long_as_drafting_is_skipped(engine_of: Callable[..., Engin
     assert overlap.num_device_steps > 40 and overlap.num_runs > 3
 
 
+@pytest.mark.parametrize("steps_before", range(4))
+def test_short_run_has_a_sample_of_plain_decoding(
+    engine_of: Callable[..., Engine], steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps follow a baseline, wherever it comes."""
+    engine = engine_of(speculate="suffix")
+    engine.proposer.policy.num_steps_to_skip = lambda: 4  # type: ignore[method-assign]
+    samples: list[int] = []
+    monkeypatch.setattr(engine.proposer, "record_plain_step", lambda record: samples.append(1))
+    overlap = use_overlap(engine)
+    overlap.num_device_steps = steps_before
+    answer(engine, request("a", 40))
+    assert len(samples) >= overlap.num_runs - 1 > 3
+
+
 @pytest.mark.parametrize(
     "others", [{"speculation": Speculation("auto", 2)}, {"speculation": Speculation("off")}]
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from foreword.core.outputs import Draft
-from foreword.core.params import SamplingParams
+from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
@@ -58,6 +58,7 @@ class SimulatedOutput:
     has_confidence: bool = False  # drafts state this probability
     draft_share: float = 1.0  # of the positions with a draft
     num_prompt_tokens: int = 8
+    speculates: bool = True
 
 
 def constant_acceptance(chance: float) -> Callable[[int], float]:
@@ -233,7 +234,8 @@ class SimulatedServer:
         self.texts[name] = text
         self.positions["suffix", name] = DraftablePositions.sample(text, index)
         self.positions["draft", name] = DraftablePositions.sample(text, index + 10_000)
-        params = SamplingParams(temperature=0.0, max_tokens=text.num_tokens)
+        speculation = Speculation(method="auto" if text.speculates else "off")
+        params = SamplingParams(temperature=0.0, max_tokens=text.num_tokens, speculation=speculation)
         state = RequestState(Request(name, (1,) * text.num_prompt_tokens, params, 0), index, 1 << 20)
         live[name] = state, self.now
         if proposer:

@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from foreword.config.option_parsing import BoundedLoader
 from foreword.errors import ConfigError, did_you_mean
 
 KEY_PREFIX = "fw-"  # lets secret scanners find keys in code
@@ -126,7 +127,7 @@ def parse_keys(text: bytes, path: Path) -> tuple[Key, ...]:
     return keys
 
 
-class _StringLoader(yaml.BaseLoader):
+class _StringLoader(BoundedLoader):
     """Loads every value as text, so that a name may be 123 or `no`; refuses repeated fields."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -23,7 +23,8 @@ MODEL_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.85, 0.85)  # a dra
 PRIOR_TRIALS, MODEL_PRIOR_TRIALS = 4.0, 8.0
 DECAY = 1 - 1 / 256  # per trial of the same bucket and position group, over all requests
 REQUEST_PRIOR_TRIALS = 4.0
-REQUEST_DECAY = 1 - 1 / 32  # per trial of the request
+REQUEST_DECAY, OVERALL_DECAY = 1 - 1 / 64, 1 - 1 / 128  # per trial of the request
+INHERITED_TRIALS, INHERITED_ALPHA = 12.0, 1 / 8  # belief in ended requests, and the weight of each
 MAX_PROB = 0.995
 
 
@@ -34,21 +35,33 @@ class RelativeAcceptance:
     misses scale the misses down.
     """
 
-    __slots__ = ("_expected", "_hits", "_trials", "shift", "slope")
+    __slots__ = ("_decay", "_expected", "_hits", "_trials", "shift", "slope")
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
         self._hits = self._expected = self._trials = 0.0
         self.shift, self.slope = 0.0, 1.0
 
+    @property
+    def ratio(self) -> float:
+        """Hits relative to those expected, with the prior."""
+        return (self._hits + REQUEST_PRIOR_TRIALS) / (self._expected + REQUEST_PRIOR_TRIALS)
+
+    def believe(self, ratio: float) -> None:
+        """Begin with a ratio of fewer hits than expected."""
+        self._expected = self._trials = INHERITED_TRIALS
+        self._hits = self.slope = min(ratio, 1.0)
+        self._hits *= INHERITED_TRIALS
+
     def update(self, hits: int, expected: float, trials: int) -> None:
         """Learn from `trials` draft tokens: `hits` were accepted, `expected` were predicted to be."""
-        kept = REQUEST_DECAY**trials
+        kept = self._decay**trials
         self._hits = self._hits * kept + hits
         self._expected = self._expected * kept + expected
         self._trials = self._trials * kept + trials
         if self._hits < self._expected:
             self.shift = 0.0
-            self.slope = (self._hits + REQUEST_PRIOR_TRIALS) / (self._expected + REQUEST_PRIOR_TRIALS)
+            self.slope = self.ratio
         else:
             misses, expected_misses = self._trials - self._hits, self._trials - self._expected
             self.slope = (misses + REQUEST_PRIOR_TRIALS) / (expected_misses + REQUEST_PRIOR_TRIALS)
@@ -65,8 +78,8 @@ class RequestAcceptance(RelativeAcceptance):
     __slots__ = ("overall",)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.overall = RelativeAcceptance()
+        super().__init__(REQUEST_DECAY)
+        self.overall = RelativeAcceptance(OVERALL_DECAY)
 
 
 class AcceptanceModel:
@@ -80,6 +93,17 @@ class AcceptanceModel:
         self._hit_rates: list[list[float] | None] = [None] * len(PRIORS)
         self._has_new_trials = False  # the rates are recomputed when they are next asked for, once a step
         self._mean_hit_rate = self._mean_confidence = 0.5
+        self._ended_ratio = 1.0  # of requests that ended: the mean of all drafts is that of the longest ones
+
+    def start_request(self) -> RequestAcceptance:
+        """The acceptance of a new request, believed to be like that of requests that ended."""
+        request = RequestAcceptance()
+        request.overall.believe(self._ended_ratio)
+        return request
+
+    def finish_request(self, request: RequestAcceptance) -> None:
+        """A request ends."""
+        self._ended_ratio += (min(request.overall.ratio, 1.0) - self._ended_ratio) * INHERITED_ALPHA
 
     def update(self, draft: Draft, output_ids: Sequence[int], request: RequestAcceptance) -> int:
         """Learn from the output where the draft began; returns the number of correct draft tokens."""

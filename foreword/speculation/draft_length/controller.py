@@ -43,6 +43,7 @@ from foreword.speculation.draft_length.row_selection import Candidate, Selection
 from foreword.speculation.draft_length.verify_planner import (
     BACKOFF,
     BASELINE_STEP,
+    DELAY_BUDGET,
     NO_CANDIDATE,
     NOT_WORTH_IT,
     VerifyPlanner,
@@ -168,6 +169,7 @@ class DraftLengthController(Policy):
         self.requests: dict[str, TrackedRequest] = {}
         self._steps_to_skip = 0
         self._last_was_empty = False  # the last step proposed, without a draft model
+        self._is_baseline = False  # the last step verifies no drafts, to measure plain decoding
         self._last_plain_cost = 0.0
         self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._no_draft_counts: Counter[str] = Counter()
@@ -177,6 +179,8 @@ class DraftLengthController(Policy):
     def start(self, state: RequestState) -> int:
         budget = self.ledger.open(state.id, state.params.max_tokens)
         request = self.requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
+        for drafter in self._model_drafters:
+            request.acceptance[drafter] = self._acceptance[drafter].start_request()
         self.backoff.start(request, self.next_step.index)
         if request.sampler_class:
             self.next_step.sampler_classes[state.id] = request.sampler_class
@@ -185,6 +189,8 @@ class DraftLengthController(Policy):
     def finish(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
         self.backoff.finish(request)
+        for drafter in self._model_drafters:
+            self._acceptance[drafter].finish_request(request.acceptance[drafter])
         self.draft_planner.record_output(request.state.num_output)
         self.next_step.sampler_classes.pop(request_id, None)
         self.ledger.close(request_id)
@@ -195,7 +201,7 @@ class DraftLengthController(Policy):
         request = self.requests[state.id]
         hits = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
         if draft.drafter in self._model_drafters:
-            self.exploration.settle_probe(request, hits)
+            self.exploration.settle_probe(request, hits if len(output_ids) > 1 else 0)
 
     def max_draft_len(self, state: RequestState) -> int:
         request, step = self.requests[state.id], self.next_step
@@ -216,6 +222,8 @@ class DraftLengthController(Policy):
         if drafter in self._model_drafters:
             is_asked = not self.draft_planner.backs_off(drafter, len(self.requests))
             return is_asked and not self._wants_baseline(load)
+        if self._delays_others(load):
+            return False
         account = self.accounts.by_drafter.get(drafter)
         return account is None or (account.can_afford_call and not self._wants_baseline(load))
 
@@ -235,7 +243,7 @@ class DraftLengthController(Policy):
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(proposals)
         base_step = self.next_step.base(load)
-        candidates = self._find_candidates(proposals, self._wants_baseline(load))
+        candidates = self._find_candidates(proposals, load)
         selection, reason, num_paid = Selection(()), NOT_WORTH_IT, 0.0
         self.accounts.verified.clear()
         if candidates:
@@ -251,22 +259,33 @@ class DraftLengthController(Policy):
                 self._reject(candidate.request, reason, max_backoff)
         self._last_was_empty = bool(proposals) and not self.next_step.draft_cost
         self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
-        if reason is BASELINE_STEP and self.exploration.samples_plain:
+        self._is_baseline = reason is BASELINE_STEP
+        if self._is_baseline and self.exploration.samples_plain:
             self._steps_to_skip = max(self._steps_to_skip, NUM_COLD_STEPS + 1)  # the last is a plain sample
         self.next_step.advance()
         return drafts
+
+    def _delays_others(self, load: PrefillLoad) -> bool:
+        """Proposing alone would delay a request without speculation beyond its budget."""
+        if not self.ledger.nonspeculative:
+            return False
+        return self.backoff.proposal_cost > self.next_step.base(load).max_delay(self.next_step.requests)
 
     def _wants_baseline(self, load: PrefillLoad) -> bool:
         """The watchdog needs a plain step; one with prefill cannot serve as its baseline."""
         return self.cost_model.watchdog.wants_baseline and not load.num_rows
 
-    def _find_candidates(self, proposals: Sequence[Proposal], wants_baseline: bool) -> list[Candidate]:
+    def _find_candidates(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Candidate]:
         """The best draft of each proposal that has a useful one."""
+        wants_baseline = self._wants_baseline(load)
         candidates: list[Candidate] = []
+        no_draft = NO_CANDIDATE, MAX_BACKOFF_NO_CANDIDATE
+        if self._delays_others(load):
+            no_draft = DELAY_BUDGET, MAX_BACKOFF_DELAY_BUDGET
         for index, proposal in enumerate(proposals):
             request = self._tracked(proposal)
             if not proposal.drafts:
-                self._reject(request, NO_CANDIDATE, MAX_BACKOFF_NO_CANDIDATE)
+                self._reject(request, *no_draft)
                 continue
             if wants_baseline:
                 self._count_no_draft(request, BASELINE_STEP)
@@ -335,6 +354,7 @@ class DraftLengthController(Policy):
         proposing = accounts.cost + self.backoff.proposal_cost
         draft_cost = self.next_step.draft_cost
         is_planned = draft_cost > 0.0 and self.draft_planner.has_planned(self.next_step.index - 1)
+        is_planned, self._is_baseline = is_planned and not self._is_baseline, False
         cost, drafting = model.record_step(
             summary, step_record.seconds_by_stage, draft_cost, proposing, is_planned
         )

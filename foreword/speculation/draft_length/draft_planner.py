@@ -96,7 +96,7 @@ class DraftModelPlanner:
             num_steps = self._backoff.length(self._num_failures[drafter], MAX_BACKOFF_NO_CANDIDATE)
             self.no_plan_until[drafter] = self._next_step.index + num_steps
             self._no_plan_requests[drafter] = num_live
-            self._explore(drafter, requests, pending_rows, draft_plans)
+            self._explore(drafter, requests, pending_rows, base_step, draft_plans)
             return draft_plans
         self._num_failures[drafter] = 0
         min_prob = self._min_prob(plan, drafter, base_step)
@@ -178,15 +178,18 @@ class DraftModelPlanner:
         drafter: str,
         requests: Sequence[TrackedRequest],
         pending_rows: Sequence[int],
+        base_step: BaseStep,
         draft_plans: ModelPlan,
     ) -> None:
-        """Draft one token with a drafter that does not seem to pay, if the exploration budget suffices."""
+        """Draft one token with a drafter that does not seem to pay, if all budgets suffice."""
         if not self._exploration.explores_models:
             return
         max_rows = max(min(pending_rows), FEW_PENDING_ROWS)
         probed = [index for index, rows in enumerate(pending_rows) if rows <= max_rows]
         total_rows = sum(pending_rows[index] for index in probed)
         cost = self._cost_model.draft_cost(drafter, total_rows, len(probed), 1)
+        if cost > base_step.max_delay(()):
+            return
         if self._exploration.probe_draft_model([requests[index] for index in probed], cost):
             self._next_step.draft_cost += cost
             for index in probed:
@@ -208,15 +211,18 @@ class DraftModelRequest:
     def expected_tokens(self, draft_len: int) -> float:
         return sum(self.prefix_probs[:draft_len])
 
-    def regains(self, delay: float, draft_len: int, plain_cost: float) -> bool:
-        """Whether its expected tokens compensate a delay beyond its budget.
+    def regains(self, plan: DraftModelPlan, delay: float, plain_cost: float) -> bool:
+        """Whether its expected tokens compensate the plan's delay beyond its budget.
 
         Else it would soon be over its budget, and allow no draft of others to be verified.
         """
+        if self.request.prompt_read:
+            delay += plan.catch_up_cost  # prompts of others
         slack = self.request.delay_budget.allowance(plain_cost)
         if delay <= max(slack, 0.0):
             return True
-        return self.expected_tokens(draft_len) * plain_cost >= min(delay - slack, delay / MAX_PLANNED_DELAY)
+        gain = self.expected_tokens(plan.draft_len) * plain_cost
+        return gain >= min(delay - slack, delay / MAX_PLANNED_DELAY)
 
 
 class DraftModelPlan(NamedTuple):
@@ -239,7 +245,7 @@ def affordable_plan(plans: Sequence[DraftModelPlan], base_step: BaseStep) -> Dra
     for plan in plans[:MAX_PLANS_CHECKED]:
         delay = plan.draft_cost + plan.verify_cost - plain_cost
         is_affordable = delay + plan.catch_up_cost <= base_step.max_delay(r.request for r in plan.requests)
-        if is_affordable and all(r.regains(delay, plan.draft_len, plain_cost) for r in plan.requests):
+        if is_affordable and all(r.regains(plan, delay, plain_cost) for r in plan.requests):
             for request in plan.requests:
                 if not request.request.prompt_read:
                     request.request.prompt_read = True

@@ -97,7 +97,7 @@ def test_invalid_field_is_named(line: str, message: str) -> None:
         (f"keys: [{{name: a b, hash: '{HASH}'}}]", "entry 1: name must be 1 to 64 letters"),
         ("keys:\n\t- a", "is not YAML: found character"),
         ("keys: [", "is not YAML: .* in line 1"),
-        ("[" * 5000, "is not YAML"),
+        ("[" * 5000, "is not YAML: it nests more than 50 lists"),
         ("keys: &a [*a]", "is not YAML"),
         ("\x00", "is not YAML"),
     ],

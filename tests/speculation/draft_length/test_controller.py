@@ -15,6 +15,7 @@ from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
 from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, FIRST_SAVED_STEPS
 from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
+from foreword.speculation.draft_length.regression_watchdog import RegressionWatchdog
 from foreword.speculation.draft_length.row_selection import NEAR_BEST
 from foreword.speculation.engine_drafter import DraftRequest, OnePass
 from tests.support.controller_simulation import (
@@ -168,6 +169,33 @@ def test_draft_model_does_not_slow_a_hard_request_beside_easy_ones(
     easy = [SimulatedOutput(400, mixed_acceptance(seed), has_confidence=True) for seed in range(3)]
     hard = SimulatedOutput(400, constant_acceptance(0.05), has_confidence=True)
     assert SimulationCase(machine, [*easy, hard] * 2, 4, 0.0, share).slowest >= 0.93
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU], ids=lambda m: m.name)
+@pytest.mark.parametrize(("asking", "share"), [(0.05, 0.0), (0.2, 0.0), (0.0, 0.15)])
+def test_request_without_speculation_pays_no_drafting_of_others(
+    machine: SimulatedMachine, asking: float, share: float
+) -> None:
+    """It lost up to 14 % to proposals, and 9 % to trials of a draft model."""
+    easy = [SimulatedOutput(3000, constant_acceptance(0.95))] * 3
+    plain = SimulatedOutput(600, constant_acceptance(0.0), speculates=False)
+    cell = SimulationCase(machine, [*easy, plain], 4, asking, share)
+    assert cell.off.latencies[3] / cell.auto.latencies[3] >= 0.975
+
+
+def test_trials_of_a_draft_model_that_cannot_pay_delay_nobody() -> None:
+    """Its drafts are right, but too dear for 16 at once: the slowest request lost 20 % to trials."""
+    cell = SimulationCase(CPU, [SimulatedOutput(600, constant_acceptance(0.95))] * 32, 16, 0.0, 0.4)
+    assert cell.slowest >= 0.98
+
+
+def test_short_hard_answers_are_known_by_those_before() -> None:
+    """Beside a long easy one, whose drafts are nearly all that is learned from, the last ones lost 15 %."""
+    easy = SimulatedOutput(40 * 3 * 20, constant_acceptance(0.8), num_prompt_tokens=64)
+    hard = SimulatedOutput(20, constant_acceptance(0.0), num_prompt_tokens=1000)
+    cell = SimulationCase(GPU, [easy, *[hard] * 40], 2, 0.0, 0.2)
+    last = [cell.off.latencies[index] / cell.auto.latencies[index] for index in range(21, 41)]
+    assert sum(last) / len(last) >= 0.9
 
 
 def test_draft_model_resumes_when_it_pays() -> None:
@@ -458,6 +486,20 @@ def test_draft_in_one_pass_is_planned_as_long_as_it_can_be(longest: int) -> None
             controller.record_acceptance(state, chosen, (1,) * (num_draft + 1))
         step(controller, [state], drafting=STEP / 10 * (length > 0), num_draft=num_draft)
     assert max(lengths) == lengths[-1] == longest
+
+
+def test_baseline_beside_a_draft_model_is_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes were made before the step was chosen to be plain."""
+    ratios: list[float] = []
+    record_plain = RegressionWatchdog.record_plain
+
+    def record(watchdog: RegressionWatchdog, ratio: float) -> None:
+        ratios.append(ratio)
+        record_plain(watchdog, ratio)
+
+    monkeypatch.setattr(RegressionWatchdog, "record_plain", record)
+    SimulationCase(GPU, [SimulatedOutput(6000, constant_acceptance(0.8))], 1, 0.0, 0.15)
+    assert len(ratios) >= 5
 
 
 def test_draft_model_whose_drafts_are_never_verified_is_paused() -> None:
