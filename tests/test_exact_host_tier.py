@@ -12,42 +12,23 @@ from typing import Any
 import pytest
 
 from foreword.config.options import Config
-from foreword.core.outputs import ErrorEvent, KVTierStats
+from foreword.core.outputs import ErrorEvent
 from foreword.core.request import Request
 from foreword.engine import kv_tiers
 from foreword.engine.engine import Engine
 from foreword.errors import ConfigError
 from foreword.kv_cache.host_tier import HostImages
 from foreword.kv_cache.prefix_loader import PrefixLoader
+from tests import test_exact_tiers
 from tests.support.checkpoints import write_checkpoint
-from tests.support.engines import load_engine, make_request, run, token_hashes
+from tests.support.engines import load_engine, make_request, run, tier_stats, token_hashes
 from tests.support.heads import write_random_head
 from tests.support.waiting import wait_until
 from tests.test_exact_tiers import CASES, OPTIONS, SMALL, Answers, answers_of, conversations, wait_written
 
 HOST: dict[str, Any] = {**SMALL, "kv_cache_host_memory": "64MiB"}
-
-
-@pytest.fixture(autouse=True)
-def reading_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing takes an unknown time: blocks are read, however fast this machine computes them."""
-    monkeypatch.setattr(PrefixLoader, "record_step", lambda loader, num_rows, seconds: None)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("host") / "model", "llama", seed=3)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> Answers:
-    """Answers to conversations(1) without a tier."""
-    return answers_of(load_engine(checkpoint, **OPTIONS), conversations(1))
-
-
-def stats_of(engine: Engine, tier: str = "host") -> KVTierStats:
-    assert engine.prefix_loader is not None
-    return engine.prefix_loader.stats()[tier]
+checkpoint, expected = test_exact_tiers.checkpoint, test_exact_tiers.expected
+reading_is_faster = test_exact_tiers.reading_is_faster
 
 
 def host_images(engine: Engine) -> HostImages:
@@ -80,7 +61,7 @@ def test_answers_are_equal_with_blocks_from_host_memory(case: str, tmp_path: Pat
     expected = answers_of(load_engine(checkpoint, **OPTIONS, **options), requests)
     engine = load_engine(checkpoint, **HOST, **options)
     assert answers_of(engine, requests) == expected
-    stats, num_prompt = stats_of(engine), sum(len(request.prompt_ids) for request in requests)
+    stats, num_prompt = tier_stats(engine, "host"), sum(len(request.prompt_ids) for request in requests)
     assert 0.2 * num_prompt < stats.hit_tokens < num_prompt, num_prompt
     assert stats.read_bytes and stats.written_bytes and not stats.refused and not stats.dropped_blocks
 
@@ -99,7 +80,7 @@ def test_host_memory_without_room_for_all_blocks_gives_up_the_oldest(tmp_path: P
     num_bytes = 30 * (host_images(whole).entry_bytes + share)
     assert len(host_images(whole).stored) > 30
     small = load_engine(checkpoint, **{**options, "kv_cache_host_memory": str(num_bytes)})
-    assert answers_of(small, requests) == expected and stats_of(small).hit_tokens > 0
+    assert answers_of(small, requests) == expected and tier_stats(small, "host").hit_tokens > 0
     images = host_images(small)
     assert len(images.stored) == images._memory.nbytes // images.entry_bytes == 30
 
@@ -110,11 +91,11 @@ def test_disk_below_host_memory_is_read_for_what_that_lacks(
     requests, both = conversations(1), {**HOST, "kv_cache_dir": str(tmp_path / "kv")}
     engine = load_engine(checkpoint, **both)
     assert answers_of(engine, requests) == expected
-    host, disk = stats_of(engine), stats_of(engine, "disk")
+    host, disk = tier_stats(engine, "host"), tier_stats(engine, "disk")
     assert host.hit_tokens > 0 == disk.read_bytes and disk.written_bytes > 0
     restarted = load_engine(checkpoint, **both)
     assert answers_of(restarted, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
-    assert stats_of(restarted, "disk").hit_tokens > 0 == stats_of(restarted).read_bytes
+    assert tier_stats(restarted, "disk").hit_tokens > 0 == tier_stats(restarted, "host").read_bytes
     few = load_engine(
         checkpoint, **{**both, "kv_cache_host_memory": str(12 * host_images(engine).entry_bytes)}
     )
@@ -122,7 +103,7 @@ def test_disk_below_host_memory_is_read_for_what_that_lacks(
         few, [*requests, *(replace(request, id=f"{request.id} again") for request in requests)]
     )
     assert answers == expected | {f"{name} again": answer for name, answer in expected.items()}
-    assert stats_of(few).hit_tokens > 0 and stats_of(few, "disk").hit_tokens > 0
+    assert tier_stats(few, "host").hit_tokens > 0 and tier_stats(few, "disk").hit_tokens > 0
 
 
 def test_states_read_from_disk_reach_host_memory(tmp_path: Path) -> None:
@@ -133,7 +114,7 @@ def test_states_read_from_disk_reach_host_memory(tmp_path: Path) -> None:
     answers_of(first, [request])
     restarted = load_engine(checkpoint, **both)
     answers_of(restarted, [request])
-    assert stats_of(restarted, "disk").hit_tokens > 0
+    assert tier_stats(restarted, "disk").hit_tokens > 0
     assert restarted.prefix_loader is not None
     anchors = restarted.prefix_loader.tiers[0].anchors
     assert isinstance(anchors, HostImages) and anchors.stored
@@ -148,7 +129,7 @@ def test_choices_of_a_prompt_read_it_once(checkpoint: Path) -> None:
         run(engine, [each])
         wait_written(engine)
     assert {n: token_hashes(e) for n, e in run(engine, choices).items()} == plain
-    assert 100 < stats_of(engine).hit_tokens <= len(request.prompt_ids)
+    assert 100 < tier_stats(engine, "host").hit_tokens <= len(request.prompt_ids)
     engine.close()
 
 
@@ -167,7 +148,7 @@ def test_preempted_requests_have_the_same_answers(checkpoint: Path, options: dic
     expected = answers_together(load_engine(checkpoint, **OPTIONS, **options), requests)
     engine = load_engine(checkpoint, **HOST, **options)
     assert answers_together(engine, requests) == expected
-    assert engine.scheduler.num_preemptions > 0 and stats_of(engine).hit_tokens > 0
+    assert engine.scheduler.num_preemptions > 0 and tier_stats(engine, "host").hit_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
@@ -198,9 +179,9 @@ def test_another_salt_finds_nothing(checkpoint: Path) -> None:
     for each in (*salted[:2], replace(request, cache_salt="two")):
         run(engine, [each])
         wait_written(engine)
-    assert not stats_of(engine).hit_tokens
+    assert not tier_stats(engine, "host").hit_tokens
     run(engine, [salted[1], salted[2]])
-    assert stats_of(engine).hit_tokens > 0
+    assert tier_stats(engine, "host").hit_tokens > 0
     engine.close()
 
 
@@ -213,7 +194,7 @@ def test_slower_reading_computes(
     (tier,) = engine.prefix_loader.tiers
     tier.copy_seconds, tier._counts.read_bytes = 1.0, 1
     assert answers_of(engine, conversations(1)) == expected
-    assert not stats_of(engine).hit_tokens and stats_of(engine).written_bytes
+    assert not tier_stats(engine, "host").hit_tokens and tier_stats(engine, "host").written_bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])

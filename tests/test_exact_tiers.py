@@ -23,7 +23,7 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
-from foreword.core.outputs import ErrorEvent, KVTierStats
+from foreword.core.outputs import ErrorEvent
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
@@ -37,6 +37,7 @@ from tests.support.engines import (
     load_engine,
     make_request,
     run,
+    tier_stats,
     token_hashes,
     tokens_of,
     verified_drafts,
@@ -79,15 +80,10 @@ def answers_of(engine: Engine, requests: Sequence[Request]) -> Answers:
 
 
 def wait_written(engine: Engine) -> None:
-    """Wait until the disk has what the cache has."""
+    """Wait until the tiers have what the cache has."""
     loader = engine.prefix_loader
     for each in () if loader is None else loader.tiers:
         wait_until(lambda each=each: each.is_idle or not each.is_alive)
-
-
-def disk_stats(engine: Engine) -> KVTierStats:
-    assert engine.prefix_loader is not None
-    return engine.prefix_loader.stats()["disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +112,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> Answers:
-    """Answers to conversations(1) without a disk tier."""
+    """Answers to conversations(1) without a tier."""
     return answers_of(load_engine(checkpoint, **OPTIONS), conversations(1))
 
 
@@ -131,10 +127,13 @@ def test_answers_are_equal_with_blocks_from_disk(case: str, tmp_path: Path) -> N
     stored = {**options, "kv_cache_dir": str(tmp_path / "kv")}
     small = load_engine(checkpoint, **SMALL, **stored)
     assert answers_of(small, requests) == expected, "blocks that memory has lost are read"
-    assert disk_stats(small).hit_tokens > 0
+    assert tier_stats(small, "disk").hit_tokens > 0
     restarted = load_engine(checkpoint, **OPTIONS, **stored)
     assert answers_of(restarted, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
-    stats, num_prompt = disk_stats(restarted), sum(len(request.prompt_ids) for request in requests[-2:])
+    stats, num_prompt = (
+        tier_stats(restarted, "disk"),
+        sum(len(request.prompt_ids) for request in requests[-2:]),
+    )
     assert stats.hit_tokens > 0.8 * num_prompt and not stats.refused
 
 
@@ -176,11 +175,11 @@ def test_blocks_with_images_are_read(tmp_path: Path, family: str) -> None:
     options["kv_cache_dir"] = str(tmp_path / "kv")
     assert answers_of(load_engine(checkpoint, **options), requests) == expected
     restarted = load_engine(checkpoint, **options)
-    assert answers_of(restarted, requests) == expected and disk_stats(restarted).hit_tokens > 150
+    assert answers_of(restarted, requests) == expected and tier_stats(restarted, "disk").hit_tokens > 150
     other = load_engine(checkpoint, **options)
     replaced = [replace(random_image(checkpoint, 3), start=image.start) for image in requests[0].images]
     answers_of(other, [replace(requests[0], images=tuple(replaced))])
-    assert disk_stats(other).hit_tokens <= 30
+    assert tier_stats(other, "disk").hit_tokens <= 30
 
 
 def cut(path: Path) -> None:
@@ -242,7 +241,7 @@ def test_damaged_file_costs_a_hit_and_is_counted(
     num_restarts = 0
     while True:
         assert answers_of(engine, requests) == expected
-        refused, num_restarts = disk_stats(engine).refused, num_restarts + 1
+        refused, num_restarts = tier_stats(engine, "disk").refused, num_restarts + 1
         assert set(refused) == {reason} if num_restarts == 1 else set(refused) <= {reason}
         if not refused:
             break  # each of them was removed and written again
@@ -267,7 +266,7 @@ def test_failing_disk_costs_hits_only(
     options = {**SMALL, "kv_cache_dir": str(tmp_path)}
     engine = load_engine(checkpoint, **options)
     assert answers_of(engine, conversations(1)) == expected
-    assert disk_stats(engine).write_errors > 0
+    assert tier_stats(engine, "disk").write_errors > 0
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
@@ -294,7 +293,7 @@ def test_another_engine_finds_nothing(
     assert answers_of(load_engine(checkpoint, **options), requests) == expected
     other = load_engine(checkpoint, **options, **change)
     answers = answers_of(other, requests[:1])
-    assert not disk_stats(other).hit_tokens and len(list(tmp_path.glob("model-*"))) == 2
+    assert not tier_stats(other, "disk").hit_tokens and len(list(tmp_path.glob("model-*"))) == 2
     assert answers == answers_of(load_engine(checkpoint, **OPTIONS, **change), requests[:1])
 
 
@@ -308,7 +307,7 @@ def test_another_checkpoint_of_the_same_name_finds_nothing(
     os.utime(weights, (1, 1))
     engine = load_engine(copy, **options)
     assert answers_of(engine, requests) == {requests[0].id: expected[requests[0].id]}
-    assert not disk_stats(engine).hit_tokens
+    assert not tier_stats(engine, "disk").hit_tokens
 
 
 def test_another_head_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -324,7 +323,7 @@ def test_another_head_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
         drafts = verified_drafts(run(engine, [request])["one"])
         wait_written(engine)
         engine.close()
-        figures.append((store is not None and disk_stats(engine).hit_tokens > 250, drafts))
+        figures.append((store is not None and tier_stats(engine, "disk").hit_tokens > 250, drafts))
     drafts = figures[0][1]
     assert sum(accepted for _, accepted in drafts) > 0
     assert figures[:3] == [(False, drafts), (False, drafts), (True, drafts)]
@@ -340,7 +339,7 @@ def test_another_head_with_the_same_names_and_times_finds_nothing(checkpoint: Pa
         options = {**OPTIONS, "draft_model": str(head), "speculate": "eagle3", "num_speculative_tokens": 3}
         engine = load_engine(checkpoint, **options, kv_cache_dir=str(tmp_path / "kv"))
         answers_of(engine, [request])
-        hits.append(disk_stats(engine).hit_tokens)
+        hits.append(tier_stats(engine, "disk").hit_tokens)
     assert hits[0] == hits[2] == 0 < hits[1]
 
 
@@ -349,10 +348,10 @@ def test_another_salt_finds_nothing(checkpoint: Path, tmp_path: Path) -> None:
     answers_of(load_engine(checkpoint, **options), [replace(request, cache_salt="one")])
     engine = load_engine(checkpoint, **options)
     answers_of(engine, [replace(request, cache_salt="two"), replace(request, cache_salt="")])
-    assert not disk_stats(engine).hit_tokens
+    assert not tier_stats(engine, "disk").hit_tokens
     engine = load_engine(checkpoint, **options)
     answers_of(engine, [replace(request, cache_salt="one")])
-    assert disk_stats(engine).hit_tokens
+    assert tier_stats(engine, "disk").hit_tokens
 
 
 def test_replicas_read_what_another_one_has_written(
@@ -370,7 +369,7 @@ def test_replicas_read_what_another_one_has_written(
     )
     assert answers_of(second, requests[-2:]) == {r.id: expected[r.id] for r in requests[-2:]}
     num_prompt = sum(len(request.prompt_ids) for request in requests[-2:])
-    assert disk_stats(second).hit_tokens > 0.8 * num_prompt
+    assert tier_stats(second, "disk").hit_tokens > 0.8 * num_prompt
     assert len(list(tmp_path.glob("model-*"))) == 1
 
 
@@ -409,7 +408,7 @@ def test_choices_of_a_prompt_read_it_once(checkpoint: Path, tmp_path: Path) -> N
     answers_of(load_engine(checkpoint, **options), [request])
     engine = load_engine(checkpoint, **options)
     assert {name: token_hashes(events) for name, events in run(engine, choices).items()} == plain
-    assert disk_stats(engine).hit_tokens == (len(request.prompt_ids) - 1) // 16 * 16
+    assert tier_stats(engine, "disk").hit_tokens == (len(request.prompt_ids) - 1) // 16 * 16
     engine.close()
 
 

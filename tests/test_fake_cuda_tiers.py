@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from foreword.core.outputs import KVTierStats
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine import loader, memory_profiler
@@ -22,6 +21,7 @@ from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.kv_cache.tier import Tier
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.device import DEVICE
+from tests.support.engines import tier_stats
 from tests.support.fake_cuda import FakeCuda
 from tests.support.graph_capture_fake import GraphCapturableOps
 from tests.support.triton_interpreter import exact_dot, fast_interpreter
@@ -71,11 +71,6 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Any]]:
     return answers
 
 
-def stats_of(engine: Engine, tier: str = "host") -> KVTierStats:
-    assert engine.prefix_loader is not None
-    return engine.prefix_loader.stats()[tier]
-
-
 def expected_of(model: Path) -> dict[str, list[Any]]:
     return serve(make_engine(model, "cpu", kv_cache_memory="96tokens"), turns())
 
@@ -86,7 +81,7 @@ def test_blocks_from_host_memory_keep_tokens_on_the_triton_backend(model: Path) 
         answers = serve(engine, turns())
         plain = serve(make_engine(model, "cuda", enforce_eager=True, kv_cache_memory="96tokens"), turns())
     assert engine.info.backend == "triton" and answers == plain and gpu.refused == []
-    assert stats_of(engine).hit_tokens == 16
+    assert tier_stats(engine, "host").hit_tokens == 16
     assert answers["3"] == answers["0"]
 
 
@@ -113,9 +108,9 @@ def test_disk_below_host_memory(model: Path, tmp_path: Path) -> None:
         first = serve(engine, turns())
         restarted = make_engine(model, "cuda", **options)
         assert serve(restarted, turns()[:1]) == {"0": first["0"]}
-    assert stats_of(engine).hit_tokens == 16 and not stats_of(engine, "disk").hit_tokens
-    assert stats_of(restarted, "disk").hit_tokens == 32 and not stats_of(restarted).hit_tokens
-    assert stats_of(restarted).written_bytes > 0 and gpu.refused == []
+    assert tier_stats(engine, "host").hit_tokens == 16 and not tier_stats(engine, "disk").hit_tokens
+    assert tier_stats(restarted, "disk").hit_tokens == 32 and not tier_stats(restarted, "host").hit_tokens
+    assert tier_stats(restarted, "host").written_bytes > 0 and gpu.refused == []
     assert "kv_cache_host_memory and kv_cache_dir: not tried on a GPU yet" in engine.info.resolved.notes
 
 

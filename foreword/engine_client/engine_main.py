@@ -113,7 +113,7 @@ def _run(
     prepare(engine)
     engine.on_batch = page.set_requests
     numbers = {plugin.name: number for number, plugin in enumerate(init.config.drafter_plugins(), 1)}
-    engine.proposer.on_plugin = lambda name: page.set_plugin(numbers.get(name or "", 0))
+    engine.proposer.on_timed_call = lambda name: page.set_plugin(numbers.get(name or "", 0))
     page.set_idle()
     connection.send(EngineReady(engine.info, engine.proposer.timings))
     try:

@@ -51,7 +51,7 @@ class LocalClient:
             self._send_vocabulary()
         if config.drafter_plugins():
             watch = _PluginWatch()
-            self._engine.proposer.on_plugin = watch.on_plugin
+            self._engine.proposer.on_timed_call = watch.on_plugin
             weakref.finalize(self, watch.stopped.set)
 
     @property

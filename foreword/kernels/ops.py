@@ -18,6 +18,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, KVLayer, StateLayer
 
 NO_ALPHAS = (0.0, 0.0)  # of an activation without parameters
+XIELU_BETA = 0.5  # factor of x in "xielu"
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
 PackedHeads = Any  # result of pack_heads() of the same backend

@@ -75,6 +75,7 @@ class DiskTier(Tier):
     name = "disk"
     write_bytes_per_s = WRITE_BYTES_PER_S
     close_timeout_s = CLOSE_TIMEOUT_S
+    pools: Sequence[PooledFiles]
 
     def __init__(
         self,
@@ -86,7 +87,6 @@ class DiskTier(Tier):
     ) -> None:
         """max_bytes  of all engines that use the directory"""
         super().__init__(blocks, anchors, clock)
-        self._files = [blocks] if anchors is None else [blocks, anchors]
         self._root = root
         self._max_bytes = max_bytes
         self._next_refresh_s = 0.0
@@ -110,7 +110,7 @@ class DiskTier(Tier):
                 reason = "they cannot be removed, or another engine removes them now"
                 self._warn("the KV cache's directory has files beyond --kv-cache-disk", reason)
             if self._stored_bytes < stored_bytes:  # blocks that were removed may be written again
-                for pool in self._files:
+                for pool in self.pools:
                     pool.stored = pool.files.digests()
         except OSError as error:
             self._warn("the KV cache's directory cannot be swept", error)
@@ -121,7 +121,7 @@ class DiskTier(Tier):
         if started_s < self._next_refresh_s:
             return REFRESH_S
         try:
-            gone = {pool: pool.refresh() for pool in self._files}
+            gone = {pool: pool.refresh() for pool in self.pools}
             cached = {pool: [digest for digest in gone[pool] if digest in pool.pool] for pool in gone}
             if any(cached.values()):
                 self._write_again(cached)

@@ -135,7 +135,7 @@ class Tier:
     ) -> None:
         self.blocks = blocks
         self.anchors = anchors
-        self.pools = [blocks] if anchors is None else [blocks, anchors]
+        self.pools: Sequence[PooledImages] = [blocks] if anchors is None else [blocks, anchors]
         for images in self.pools:
             images.pool.on_lost.append(images.on_lost)
         self.is_alive = True  # False once it has ended after an error, or was closed

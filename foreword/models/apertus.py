@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from foreword.errors import CheckpointError
+from foreword.kernels.ops import XIELU_BETA
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder
@@ -15,7 +16,7 @@ from foreword.weights.config_reader import ConfigReader
 
 THETA = 12_000_000.0
 NORMS = ("attention_layernorm", "feedforward_layernorm")
-XIELU_BETA, MIN_EPS = 0.5, -1e-5
+MIN_EPS = -1e-5
 CONSTANTS = ("alpha_p", "alpha_n", "beta", "eps")
 
 

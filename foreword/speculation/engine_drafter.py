@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
+from foreword.core.structured_output import Vocabulary
 
 if TYPE_CHECKING:
     from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
@@ -44,6 +45,20 @@ class EngineDrafter(Protocol):
     """
 
     name: str
+    is_fallback: bool = False  # not asked where another draft is long and likely right
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its next call is timed: its drafts must save more than it takes."""
+        return False
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The tokens, for drafters that write text."""
+        return
+
+    def prepare(self) -> None:
+        """Do work that the first draft would wait for; the engine is idle."""
+        return
 
     def start(self, state: RequestState) -> bool | None:
         """A request begins. False: it gets no draft from here, so this is the last call for it."""

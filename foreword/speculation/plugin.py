@@ -16,15 +16,17 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.errors import ConfigError
 from foreword.speculation.drafter import Drafter, DrafterContext, RequestView, TokenSequence
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
 
 class _InvalidDraft(ValueError):
     """A result of propose() that is no draft. The message quotes no request."""
 
 
-class DrafterAdapter:
+class DrafterAdapter(EngineDrafter):
     """A public drafter as an EngineDrafter. The views cannot change a request, and no draft is trusted."""
+
+    is_timed = True
 
     def __init__(self, name: str, drafter: Drafter, vocab_size: int) -> None:
         self.name = name

@@ -15,13 +15,12 @@ from foreword.core.structured_output import Vocabulary
 from foreword.errors import Terminated
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.draft_length.policy import NUM_COLD_STEPS, Policy, PrefillLoad, Proposal, StepRecord
-from foreword.speculation.drafters.text import TextDrafter
 from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
-from foreword.speculation.plugin import DrafterAdapter, summarize_error
+from foreword.speculation.plugin import summarize_error
 
 Result = TypeVar("Result")
 NO_PREFILL = PrefillLoad()
-SURE_TOKENS, SURE_PROB = 8, 0.5  # a draft with which `text` is not asked
+SURE_TOKENS, SURE_PROB = 8, 0.5  # a draft beside which fallbacks are not asked
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Proposer:
             d for d in model_drafters if isinstance(d, DeviceDrafter) and d.decode_loop_forward is not None
         )
         self.device_drafter = next(devices, None)
-        self.on_plugin: Callable[[str | None], None] = lambda name: None  # a call begins; None: it ends
+        self.on_timed_call: Callable[[str | None], None] = lambda name: None  # a call begins; None: it ends
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by drafter, not recorded yet
         self._request_drafters: dict[str, tuple[EngineDrafter, ...]] = {}
@@ -77,14 +76,12 @@ class Proposer:
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The tokens, for drafters that write text."""
         for drafter in self.drafters:
-            if isinstance(drafter, TextDrafter):
-                self._catch(drafter.name, lambda d=drafter: d.set_vocabulary(vocabulary))  # type: ignore[misc]
+            self._catch(drafter.name, lambda d=drafter: d.set_vocabulary(vocabulary))  # type: ignore[misc]
 
     def prepare(self) -> None:
         """Work of drafters that the first draft would wait for; the engine is idle."""
         for drafter in self.drafters:
-            if isinstance(drafter, TextDrafter):
-                self._catch(drafter.name, drafter.prepare)
+            self._catch(drafter.name, drafter.prepare)
 
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
@@ -203,7 +200,7 @@ class Proposer:
         for drafter in self.drafters:
             if self.policy.may_propose(drafter.name, load):
                 asked = self._proposals_for(drafter, proposals)
-                if isinstance(drafter, TextDrafter):
+                if drafter.is_fallback:
                     asked = [proposal for proposal in asked if not any(map(_is_sure, proposal.drafts))]
                 self._collect_drafts(drafter, asked)
                 if drafter.name in self._seconds:
@@ -305,17 +302,14 @@ class Proposer:
         )
 
     def _call(self, drafter: EngineDrafter, call: Callable[[], Result]) -> Result | None:
-        """A call of a drafter; None after an error. The time is measured of those that must earn it."""
-        is_plugin = isinstance(drafter, DrafterAdapter)
-        if not is_plugin and not (isinstance(drafter, TextDrafter) and drafter.is_prepared):
+        """A call of a drafter; None after an error."""
+        if not drafter.is_timed:
             return self._catch(drafter.name, call)
-        if is_plugin:
-            self.on_plugin(drafter.name)
+        self.on_timed_call(drafter.name)
         started = self._clock()
         result = self._catch(drafter.name, call)
         self._seconds[drafter.name] += self._clock() - started
-        if is_plugin:
-            self.on_plugin(None)
+        self.on_timed_call(None)
         return result
 
     def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:

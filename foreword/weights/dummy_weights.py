@@ -9,13 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import Matrix
+from foreword.kernels.ops import XIELU_BETA, Matrix
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.weights.renamed_weights import PrefixedWeights
 
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
-XIELU_BETA = 0.5  # the one constant that a model checks
 
 
 class MetaOps(ReferenceOps):
@@ -129,4 +128,4 @@ class DummyWeights:
 
 
 def _constant(name: str) -> float:
-    return XIELU_BETA if name.endswith("act_fn.beta") else 0.0
+    return XIELU_BETA if name.endswith("act_fn.beta") else 0.0  # a model checks it

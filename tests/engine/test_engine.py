@@ -26,7 +26,7 @@ from foreword.errors import (
     Unsatisfiable,
 )
 from foreword.speculation.draft_length.policy import StepRecord
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of
 
@@ -54,7 +54,7 @@ def plain(checkpoint: Path) -> list[int]:
     return tokens_of(run(engine_of(checkpoint, speculate="off"), [make_request("a")])["a"])
 
 
-class Broken:
+class Broken(EngineDrafter):
     """A drafter that raises in every method, or returns a wrong draft."""
 
     name = "ngram"

@@ -212,7 +212,7 @@ def test_call_is_marked_for_the_case_that_it_never_returns() -> None:
     adapter = DrafterAdapter("own", Scripted(lambda requests: marks.append("called") or [None]), 10)  # type: ignore[func-returns-value]
     proposer = Proposer((adapter,), 10, FixedLength(4))
     proposer.start(state_of())
-    proposer.on_plugin = marks.append
+    proposer.on_timed_call = marks.append
     proposer.propose([state_of()])
     assert marks == ["own", "called", None]
 

@@ -8,13 +8,12 @@ from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.policy import FixedLength, PrefillLoad, Proposal
-from foreword.speculation.drafters.text import TextDrafter
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 from foreword.speculation.proposer import Proposer
 from tests.support.fakes import extended
 
 
-class Scripted:
+class Scripted(EngineDrafter):
     """Returns the same draft for every request."""
 
     def __init__(self, name: str, draft_ids: Sequence[int] | Exception) -> None:
@@ -64,38 +63,27 @@ def test_first_drafter_with_a_draft_wins() -> None:
     assert propose(proposer, state_of()) == (Draft((4, 5), "loud"),)
 
 
-class SilentText(TextDrafter):
+class Fallback(Scripted):
     """Keeps the requests that it is asked for."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self._tokenizer_json = ""
-
-    def start(self, state: RequestState) -> bool:
-        return True
-
-    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        pass
-
-    def check(self, live: Container[str]) -> None:
-        pass
+    is_fallback = True
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        self.asked += [request.state.id for request in requests]
-        return [None] * len(requests)
+        self.asked_ids = [request.state.id for request in requests]
+        return super().propose(requests)
 
 
-def test_text_is_asked_where_no_draft_is_long_and_likely_right() -> None:
+def test_fallback_is_asked_where_no_draft_is_long_and_likely_right() -> None:
     confidence = {"sure": (0.95,) * 8, "short": (0.95,) * 7, "unsure": (0.9,) * 8, "unknown": ()}
-    suffix, text = Scripted("suffix", (4,) * 8), SilentText()
+    suffix, fallback = Scripted("suffix", (4,) * 8), Fallback("fallback", ())
 
     def propose_scored(requests: Sequence[DraftRequest]) -> list[Draft | None]:
         scores = [confidence[request.state.id] for request in requests]
         return [Draft((4,) * max(len(each), 1), "suffix", each) for each in scores]
 
     suffix.propose = propose_scored  # type: ignore[method-assign]
-    propose(Proposer((suffix, text), 10, FixedLength(32)), *map(state_of, confidence))
-    assert text.asked == ["short", "unsure", "unknown"]
+    propose(Proposer((suffix, fallback), 10, FixedLength(32)), *map(state_of, confidence))
+    assert fallback.asked_ids == ["short", "unsure", "unknown"]
 
 
 class Model(Scripted):

@@ -93,7 +93,7 @@ class DraftablePositions:
         )
 
 
-class SimulatedHostDrafter:
+class SimulatedHostDrafter(EngineDrafter):
     """A lookup drafter: each request costs `seconds`."""
 
     def __init__(self, name: str, server: SimulatedServer, seconds: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.config.options import Config
-from foreword.core.outputs import Event, TokenEvent
+from foreword.core.outputs import Event, KVTierStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
@@ -98,3 +98,8 @@ def token_hashes(events: Sequence[Event]) -> list[tuple[int, int]]:
         assert isinstance(event, TokenEvent), event
         hashes += event.logits_hashes
     return list(zip(tokens_of(events), hashes, strict=True))
+
+
+def tier_stats(engine: Engine, tier: str) -> KVTierStats:
+    assert engine.prefix_loader is not None
+    return engine.prefix_loader.stats()[tier]

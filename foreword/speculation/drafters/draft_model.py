@@ -27,7 +27,7 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.engine_drafter import DraftRequest, OnePass
+from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, OnePass
 
 
 @dataclass(slots=True)
@@ -288,7 +288,7 @@ class _PendingDraft:
         return state.is_simple and self.job.start_position >= state.last_image_end - state.window_start
 
 
-class ModelDrafter:
+class ModelDrafter(DeviceDrafter):
     """Runs the draft model for all requests at once, one token each per pass.
 
     It samples with the target's parameters and noise, so acceptance is as high as both distributions allow.
@@ -316,8 +316,8 @@ class ModelDrafter:
         self.forward = forward = with_graphs(model.ops, model.compile_logits(kv))
         self._draft_loop = forward if isinstance(forward, DraftLoop) else None
         # not for multimodal models: their positions may differ from the target's
-        supports_loop = model.vision_encoder is None and isinstance(forward, SupportsDecodeLoop)
-        self.decode_loop_forward = forward if supports_loop else None
+        can_loop = model.vision_encoder is None
+        self.decode_loop_forward = forward if can_loop and isinstance(forward, SupportsDecodeLoop) else None
         self._mrope = model.uses_mrope
         self._eager_loop = EagerDraftLoop(
             forward, model.ops, sampler, block_size, kv.device, model.uses_mrope

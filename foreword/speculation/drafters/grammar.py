@@ -6,10 +6,10 @@ from collections.abc import Container, Sequence
 
 from foreword.core.outputs import GRAMMAR, Draft
 from foreword.core.request import RequestState
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
 
-class GrammarDrafter:
+class GrammarDrafter(EngineDrafter):
     """Proposes the forced text. Its tokenization is the model's choice, so a draft may be wrong.
 
     Stateless: the grammar belongs to the request.

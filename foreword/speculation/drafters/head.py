@@ -24,12 +24,12 @@ from foreword.speculation.drafters.draft_model import (
     ChunkImages,
     EagerDraftLoop,
 )
-from foreword.speculation.engine_drafter import DraftRequest, OnePass
+from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
 
 MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary
 
 
-class HeadDrafter:
+class HeadDrafter(ModelBasedDrafter):
     """Drafts for all requests at once, one token each per pass, or all in one. It keeps nothing of a request.
 
     The target's own passes write the head's memory of known tokens. A draft writes to the slots of its

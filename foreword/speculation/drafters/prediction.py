@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence, Set
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
 UNLIMITED = 1 << 30
 MAX_NGRAM = 3
@@ -129,7 +129,7 @@ def _find_nearest(text: str, ngram: str, anchor: int, min_offset: int, max_offse
     return after + size
 
 
-class PredictionDrafter:
+class PredictionDrafter(EngineDrafter):
     """Drafts from each request's prediction, from its first token on."""
 
     name = "prediction"

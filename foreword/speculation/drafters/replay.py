@@ -12,7 +12,7 @@ from random import Random
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.errors import ConfigError
-from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter, ModelBasedDrafter
 
 as_int = operator.index
 ANY_SEED = -1  # key of an output recorded without a seed
@@ -29,7 +29,7 @@ class RecordedOutput:
 Recording = Mapping[tuple[tuple[int, ...], int], RecordedOutput]  # by (prompt, seed)
 
 
-class ReplayDrafter:
+class ReplayDrafter(EngineDrafter):
     """Drafts the recorded continuation of (prompt, seed); each token is wrong with probability error_rate.
 
     Errors depend on the seed and the output index alone. Drafts have no confidence.
@@ -71,7 +71,7 @@ class ReplayDrafter:
         return Draft(token_ids, self.name) if token_ids else None
 
 
-class ReplayWithDraftModel:
+class ReplayWithDraftModel(ModelBasedDrafter):
     """Replayed drafts at the cost of a draft model, which runs and limits the replayed lengths."""
 
     name = ReplayDrafter.name
@@ -79,6 +79,7 @@ class ReplayWithDraftModel:
     def __init__(self, replay: ReplayDrafter, draft_model: ModelBasedDrafter) -> None:
         self._replay = replay
         self._draft_model = draft_model
+        self.one_pass = draft_model.one_pass
 
     def start(self, state: RequestState) -> None:
         self._replay.start(state)
@@ -91,10 +92,6 @@ class ReplayWithDraftModel:
     def check(self, live: Container[str]) -> None:
         self._replay.check(live)
         self._draft_model.check(live)
-
-    @property
-    def one_pass(self) -> OnePass | None:
-        return self._draft_model.one_pass
 
     def num_pending_rows(self, request: DraftRequest) -> int:
         return self._draft_model.num_pending_rows(request)

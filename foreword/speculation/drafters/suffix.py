@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
 BYTES_PER_SLOT = 40  # token, namespace, and a chain head and link for each of 4 n-gram orders
 MIN_CORPUS_SLOTS = 64
@@ -117,7 +117,7 @@ class _TextState:
     num_indexed: int = 0  # its tokens in the index
 
 
-class SuffixDrafter:
+class SuffixDrafter(EngineDrafter):
     """Drafts from each request's text as it grows, and from a bounded corpus of delivered outputs.
 
     A request matches only outputs of its namespace. The oldest outputs are evicted first.

@@ -18,7 +18,7 @@ import tokenizers
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.core.structured_output import Vocabulary
-from foreword.speculation.engine_drafter import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
 MAX_BYTES = 256  # of a continuation; what follows is looked for again before they are used up
 BYTES_PER_TOKEN = 6
@@ -95,10 +95,11 @@ class _TextState:
     confidence: tuple[float, ...] = ()
 
 
-class TextDrafter:
+class TextDrafter(EngineDrafter):
     """Drafts from each request's own text, so that no key's text reaches another's."""
 
     name = "text"
+    is_fallback = True
 
     def __init__(self, never_sampled_ids: Collection[int], library: ctypes.CDLL) -> None:
         self._never_sampled_ids = frozenset(never_sampled_ids)
@@ -116,8 +117,8 @@ class TextDrafter:
             self._tokenizer_json, self._tokens = vocabulary.tokenizer, vocabulary.tokens
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether no call will parse the tokenizer."""
+    def is_timed(self) -> bool:
+        """False while a call may parse the tokenizer, which happens once."""
         return not self._tokenizer_json
 
     def prepare(self) -> None:

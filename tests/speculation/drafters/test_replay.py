@@ -95,6 +95,7 @@ class Scripted:
     """A model-based drafter that drafts scripted lengths."""
 
     name = "draft"
+    one_pass = None
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths

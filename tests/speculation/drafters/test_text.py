@@ -319,10 +319,10 @@ def test_tokenizer_is_parsed_when_idle_or_at_the_first_continuation(
     drafter.set_vocabulary(VOCABULARY)
     state = start(drafter, NUMBERED + END)
     assert draft(drafter, state, "Something else") == ""
-    assert not parsed, "nothing had to be encoded"
+    assert not parsed and not drafter.is_timed, "nothing had to be encoded"
     other = start(drafter, NUMBERED + END, "b")
     assert draft(drafter, other, "class Square:") != ""
-    assert parsed == [VOCABULARY.tokenizer]
+    assert parsed == [VOCABULARY.tokenizer] and drafter.is_timed
     idle = TextDrafter((), library)
     idle.set_vocabulary(VOCABULARY)
     idle.prepare()
