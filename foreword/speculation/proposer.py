@@ -115,6 +115,8 @@ class Proposer:
         for model in (drafter for drafter in drafters if drafter in self.model_drafters):
             self.errors[model.name] += 1
             self._catch(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
+        if drafters and not self._request_drafters[request_id]:
+            self._catch("policy", lambda: self.policy.finish(request_id))  # finish() will not
 
     def propose(
         self, states: Sequence[RequestState], load: PrefillLoad = NO_PREFILL

@@ -294,6 +294,20 @@ def test_disabled_draft_model_is_not_called_again() -> None:
     proposer.check()
 
 
+def test_policy_forgets_a_request_without_drafters() -> None:
+    finished: list[str] = []
+
+    class Records(FixedLength):
+        def finish(self, request_id: str) -> None:
+            finished.append(request_id)
+
+    proposer = Proposer((), 10, Records(4), (Model("model", (4, 5)),))
+    propose(proposer, state_of())
+    proposer.disable_draft_model("a")
+    proposer.finish("a")
+    assert finished == ["a"]
+
+
 def test_drafter_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Repeated errors do not flood the log."""
     broken, sound = Scripted("broken", RuntimeError("no")), Scripted("sound", (4,))

@@ -23,7 +23,7 @@ MODEL_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.85, 0.85)  # a dra
 PRIOR_TRIALS, MODEL_PRIOR_TRIALS = 4.0, 8.0
 DECAY = 1 - 1 / 256  # per trial of the same bucket and position group, over all requests
 REQUEST_PRIOR_TRIALS = 4.0
-REQUEST_DECAY, OVERALL_DECAY = 1 - 1 / 64, 1 - 1 / 128  # per trial of the request
+REQUEST_DECAY, OVERALL_DECAY = 1 - 1 / 32, 1 - 1 / 128  # per trial of the request
 INHERITED_TRIALS, INHERITED_ALPHA = 12.0, 1 / 8  # belief in ended requests, and the weight of each
 MAX_PROB = 0.995
 

@@ -257,7 +257,8 @@ class DraftLengthController(Policy):
                 drafts[candidate.index] = self._accept(candidate, length, num_paid)
             else:
                 self._reject(candidate.request, reason, max_backoff)
-        self._last_was_empty = bool(proposals) and not self.next_step.draft_cost
+        has_proposed = bool(proposals) and not self._delays_others(load)
+        self._last_was_empty = has_proposed and not self.next_step.draft_cost
         self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
         self._is_baseline = reason is BASELINE_STEP
         if self._is_baseline and self.exploration.samples_plain:
@@ -266,10 +267,15 @@ class DraftLengthController(Policy):
         return drafts
 
     def _delays_others(self, load: PrefillLoad) -> bool:
-        """Proposing alone would delay a request without speculation beyond its budget."""
+        """Proposing alone would delay a request without speculation beyond its budget.
+
+        What is less than the step's own share of slowdown is proposed: verified drafts use up every budget.
+        """
         if not self.ledger.nonspeculative:
             return False
-        return self.backoff.proposal_cost > self.next_step.base(load).max_delay(self.next_step.requests)
+        base_step = self.next_step.base(load)
+        share = base_step.max_slowdown * base_step.plain_cost
+        return self.backoff.proposal_cost > max(base_step.max_delay(self.next_step.requests), share)
 
     def _wants_baseline(self, load: PrefillLoad) -> bool:
         """The watchdog needs a plain step; one with prefill cannot serve as its baseline."""

@@ -188,7 +188,7 @@ class DraftModelPlanner:
         probed = [index for index, rows in enumerate(pending_rows) if rows <= max_rows]
         total_rows = sum(pending_rows[index] for index in probed)
         cost = self._cost_model.draft_cost(drafter, total_rows, len(probed), 1)
-        if cost > base_step.max_delay(()):
+        if cost > base_step.max_delay(requests[index] for index in probed):
             return
         if self._exploration.probe_draft_model([requests[index] for index in probed], cost):
             self._next_step.draft_cost += cost
@@ -217,7 +217,7 @@ class DraftModelRequest:
         Else it would soon be over its budget, and allow no draft of others to be verified.
         """
         if self.request.prompt_read:
-            delay += plan.catch_up_cost  # prompts of others
+            delay += plan.catch_up_cost / self.remaining_steps  # prompts of others
         slack = self.request.delay_budget.allowance(plain_cost)
         if delay <= max(slack, 0.0):
             return True

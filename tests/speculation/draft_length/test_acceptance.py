@@ -97,7 +97,7 @@ def test_hard_request_is_known_before_its_draft_has_a_confidence() -> None:
 def test_request_acceptance_forgets() -> None:
     rates, record = AcceptanceModel(), RequestAcceptance()
     taught(rates, record, 0.0, 300)
-    taught(rates, record, 1.0, 80)
+    taught(rates, record, 1.0, 40)
     assert first(rates, record) > 0.6
 
 

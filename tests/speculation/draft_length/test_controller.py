@@ -183,6 +183,44 @@ def test_request_without_speculation_pays_no_drafting_of_others(
     assert cell.off.latencies[3] / cell.auto.latencies[3] >= 0.975
 
 
+def speed_of(cell: SimulationCase, indices: Sequence[int]) -> float:
+    """Mean speedup of these outputs."""
+    ratios = [cell.off.latencies[index] / cell.auto.latencies[index] for index in indices]
+    return sum(ratios) / len(ratios)
+
+
+@pytest.mark.parametrize(("machine", "num_easy"), [(GPU, 15), (CPU, 3)], ids=["16 at once", "4 at once"])
+def test_cheap_proposals_go_on_beside_a_request_without_speculation(
+    machine: SimulatedMachine, num_easy: int
+) -> None:
+    """Verified drafts use up its whole budget, also what a proposal would need."""
+    easy = [SimulatedOutput(400, constant_acceptance(0.8))] * num_easy
+    plain = SimulatedOutput(400, constant_acceptance(0.0), speculates=False)
+    cell = SimulationCase(machine, [*easy, plain], num_easy + 1, 0.01)
+    assert speed_of(cell, range(num_easy)) > 1.5
+    assert cell.slowest > 0.96
+
+
+def test_draft_model_goes_on_after_a_request_without_speculation() -> None:
+    easy = [SimulatedOutput(3000, constant_acceptance(0.95))] * 3
+    plain = SimulatedOutput(600, constant_acceptance(0.0), speculates=False)
+    cell = SimulationCase(CPU, [*easy, plain], 4, 0.0, 0.15)
+    assert cell.gain > 1.7
+
+
+@pytest.mark.parametrize(
+    ("machine", "concurrency", "share", "prompt"), [(CPU, 4, 0.15, 8), (GPU, 1, 0.15, 1000)]
+)
+def test_draft_model_is_tried_again_after_hard_requests(
+    machine: SimulatedMachine, concurrency: int, share: float, prompt: int
+) -> None:
+    """Trials ask the budgets of others only: those of the tried requests may be spent by their prompts."""
+    hard = [SimulatedOutput(60, constant_acceptance(0.0), num_prompt_tokens=prompt)] * 60
+    easy = [SimulatedOutput(60, constant_acceptance(0.9), num_prompt_tokens=prompt)] * 160
+    cell = SimulationCase(machine, [*hard, *easy], concurrency, 0.0, share)
+    assert speed_of(cell, range(180, 220)) > 1.3
+
+
 def test_trials_of_a_draft_model_that_cannot_pay_delay_nobody() -> None:
     """Its drafts are right, but too dear for 16 at once: the slowest request lost 20 % to trials."""
     cell = SimulationCase(CPU, [SimulatedOutput(600, constant_acceptance(0.95))] * 32, 16, 0.0, 0.4)
