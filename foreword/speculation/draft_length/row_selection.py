@@ -76,7 +76,9 @@ def select_rows(
                 return Selection(lengths, rate, limited_by_budget=count < best_count)
         count = int(count * SHRINK_FACTOR)
     is_limited = best_count > 0 or (
-        costs[1] > max_cost + spent and best_num_rows(gains, num_sampled, rated, math.inf) > 0
+        len(costs) > 1
+        and costs[1] > max_cost + spent
+        and best_num_rows(gains, num_sampled, rated, math.inf) > 0
     )
     return Selection([0] * len(candidates), limited_by_budget=is_limited)
 

@@ -90,6 +90,11 @@ def test_selection_respects_delay_budgets(lead: float, length: int) -> None:
     assert choice.limited_by_budget == (length == 0)
 
 
+def test_candidates_without_gains_select_nothing() -> None:
+    choice = select_rows([candidate(tracked(0.0))], frame_of(tracked(0.0)), [1.0], 0.0)
+    assert choice.lengths == [0] and not choice.limited_by_budget
+
+
 def test_selection_that_would_not_pay_is_not_limited_by_budgets() -> None:
     mine, other = tracked(10.0), tracked(0.0)
     choice = select_rows([candidate(mine, 0.1)], frame_of(mine, other), [1.0, 1.2], 0.0)
