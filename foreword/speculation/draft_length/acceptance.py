@@ -50,8 +50,8 @@ class RelativeAcceptance:
     def believe(self, ratio: float) -> None:
         """Begin with a ratio of fewer hits than expected."""
         self._expected = self._trials = INHERITED_TRIALS
-        self._hits = self.slope = min(ratio, 1.0)
-        self._hits *= INHERITED_TRIALS
+        self.slope = min(ratio, 1.0)
+        self._hits = self.slope * INHERITED_TRIALS
 
     def update(self, hits: int, expected: float, trials: int) -> None:
         """Learn from `trials` draft tokens: `hits` were accepted, `expected` were predicted to be."""

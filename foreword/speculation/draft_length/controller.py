@@ -360,7 +360,8 @@ class DraftLengthController(Policy):
         proposing = accounts.cost + self.backoff.proposal_cost
         draft_cost = self.next_step.draft_cost
         is_planned = draft_cost > 0.0 and self.draft_planner.has_planned(self.next_step.index - 1)
-        is_planned, self._is_baseline = is_planned and not self._is_baseline, False
+        is_planned = is_planned and not self._is_baseline
+        self._is_baseline = False
         cost, drafting = model.record_step(
             summary, step_record.seconds_by_stage, draft_cost, proposing, is_planned
         )
