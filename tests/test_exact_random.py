@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.quantization import QUANT_BLOCKS
+from tests.support.block_heads import train_block_head
 from tests.support.budget import examples, some_of
 from tests.support.checkpoints import (
     DELTA_NET_FAMILIES,
@@ -31,7 +32,7 @@ from tests.support.heads import write_random_head
 from tests.support.lora_files import ATTENTION, LINEAR, STATES, write_adapter
 from tests.support.mtp_checkpoints import MTP_FAMILIES, mtp_gguf_keys, write_mtp_checkpoint
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
-from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
+from tests.test_exact import HEADS, PARAMS, PLAIN, SETTINGS, answers
 
 # `replay` needs a recording, and automatic lengths may draft nothing.
 SPECULATE = tuple(name for name in SETTINGS["speculate"] if not name.startswith("replay"))
@@ -145,7 +146,11 @@ def test_random_setting_equals_plain_decoding(seed: int, tmp_path: Path) -> None
     setting = {name: chance.choice(values) for name, values in SETTINGS.items()}
     setting |= {"speculate": chance.choice(SPECULATE)}
     _, plain = answers(model, drafter, None, PLAIN, **options, **lora)
-    head = write_random_head(tmp_path / "head", tmp_path / "model")
+    kind = next((name for name in HEADS if name in setting["speculate"]), "eagle3")
+    if kind == "eagle3":
+        head = write_random_head(tmp_path / "head", tmp_path / "model")
+    else:  # untrained
+        head = train_block_head(tmp_path / "head", tmp_path / "model", [], kind, steps=0)
     other = {**options, "threads": 3 - options["threads"], "head": head}
     _, actual = answers(model, drafter, None, setting, **other, **lora)
     assert actual == plain, (family, model, options, lora, setting)

@@ -230,8 +230,14 @@ DAMAGE = {
     "damage, reason", [(each, name) for name, damages in DAMAGE.items() for each in damages]
 )
 def test_damaged_file_costs_a_hit_and_is_counted(
-    checkpoint: Path, expected: Answers, tmp_path: Path, damage: Callable[[Path], None], reason: str
+    checkpoint: Path,
+    expected: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(disk_tier, "REFRESH_S", 3600.0)  # a refresh would forget removed files uncounted
     requests, options = conversations(1), {**OPTIONS, "kv_cache_dir": str(tmp_path)}
     assert answers_of(load_engine(checkpoint, **options), requests) == expected
     engine = load_engine(checkpoint, **options)

@@ -160,22 +160,25 @@ def test_fleet_up_status_and_down(machines: Any, expected: list[str], tmp_path: 
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps({"models": {"demo": {**OPTIONS, "replicas": 2}}}))
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    log = tmp_path / "up.log"  # a pipe that nobody reads would fill
 
-    def foreword(*words: str) -> subprocess.Popen[str]:
-        words = (sys.executable, "-m", "foreword", "fleet", *words, "--port", "21399")
-        return subprocess.Popen(
-            words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "foreword", "fleet", *words, "--port", "21399"]
 
     def status() -> str:
-        return foreword("status").communicate(timeout=WAIT_S)[0]
+        words, pipe = command("status"), subprocess.PIPE
+        return subprocess.run(
+            words, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, timeout=WAIT_S
+        ).stdout
 
-    up = foreword("up", str(file), "--ray", machines.address)
+    with log.open("wb") as output:
+        words = command("up", str(file), "--ray", machines.address)
+        up = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
     try:
         wait_until(lambda: status().count(" ok, ") == 2)
         assert asyncio.run(ask_all("http://127.0.0.1:21399")) == expected
         urls = [line.split()[0] for line in status().splitlines()[1:]]
-        assert foreword("down").wait(WAIT_S) == 0
+        subprocess.run(command("down"), env=environment, check=True, timeout=WAIT_S)
         assert up.wait(WAIT_S) == 0
         for url in urls:
             with pytest.raises(httpx.ConnectError):
@@ -185,3 +188,4 @@ def test_fleet_up_status_and_down(machines: Any, expected: list[str], tmp_path: 
         if up.poll() is None:
             up.send_signal(signal.SIGTERM)
             up.wait(WAIT_S)
+        print(log.read_text())

@@ -302,6 +302,7 @@ def test_deleted_block_is_written_again_where_there_is_room(
     if is_lost:  # the engine reuses the block between the two looks at the index
         blocks = iter([cache.pool.block_of(digest), None])
         monkeypatch.setattr(cache.pool, "block_of", lambda digest: next(blocks))
+    cache.tier._next_refresh_s = 0.0
     cache.tier._on_idle()
     assert cache.pooled.stored == cache.pooled.files.digests()
     is_written = num_files == 4 and not is_lost
