@@ -1,11 +1,13 @@
-"""Bounds on open requests and on tokens of their prompts and parameters, with an estimated Retry-After."""
+"""Bounds on open requests, tokens of prompts and parameters, and log-probabilities of answers."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +17,7 @@ from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.http.errors import error_response
 
+LOGPROB_TOKENS = 4  # tokens of --max-waiting-tokens that a log-probability counts
 RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # Paths that need no engine slot.
@@ -63,8 +66,54 @@ class DrainRateEstimator:
         return max(self._promised_until_s - now, MIN_RETRY_S)
 
 
+class LogprobHolder(Protocol):
+    """An answer that keeps log-probabilities until its end, or until a slow client has read them."""
+
+    def end(self, error: ForewordError) -> bool:
+        """End its open choices with an error, and drop its log-probabilities; False if none is open."""
+
+
+class HeldLogprobs:
+    """Bounds the log-probabilities of all answers: a request of 100 bytes may ask for gigabytes of them."""
+
+    def __init__(self, max_num: int) -> None:
+        self._max_num = max_num
+        self._num_of: Counter[LogprobHolder] = Counter()
+
+    @property
+    def num_held(self) -> int:
+        return self._num_of.total()
+
+    def add(self, holder: LogprobHolder, num: int) -> None:
+        """Count `num` more. Where all answers have too many, the open one with the most ends."""
+        if not num:
+            return
+        self._num_of[holder] += num
+        if self.num_held <= self._max_num:
+            return
+        for largest, held in self._num_of.most_common():
+            if largest.end(self._error(held)):
+                return self.free(largest)
+
+    def free(self, holder: LogprobHolder, num: float = math.inf) -> None:
+        left = self._num_of[holder] - num
+        if left > 0:
+            self._num_of[holder] = int(left)
+        else:
+            del self._num_of[holder]
+
+    def _error(self, held: int) -> ForewordError:
+        if held > self._max_num:
+            return InvalidRequest(
+                f"the answer has more than {self._max_num} log-probabilities; a stream may have more",
+                "logprobs",
+            )
+        state = f"open answers hold {self.num_held} log-probabilities of at most {self._max_num}"
+        return Overloaded(f"{state}, this one {held}; a stream holds none", "logprobs", MIN_RETRY_S)
+
+
 class Admission:
-    """Bounds open requests and their tokens, over all keys and per key."""
+    """Bounds open requests, their tokens and log-probabilities, over all keys and per key."""
 
     def __init__(
         self,
@@ -79,6 +128,7 @@ class Admission:
         self._clock = clock
         self._request_rate = DrainRateEstimator(max_requests, clock())
         self._token_rate = DrainRateEstimator(max_tokens, clock())
+        self.held_logprobs = HeldLogprobs(max_tokens // LOGPROB_TOKENS)
         self.num_open = 0  # choices, texts to embed and pairs to score
         self.num_open_tokens = 0  # tokens of their prompts and parameters
 

@@ -26,7 +26,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.errors import ForewordError, Overloaded, RequestFailed
 from foreword.metrics.request_stats import SpecDecodeStats
-from foreword.server.admission import AdmissionTicket
+from foreword.server.admission import LOGPROB_TOKENS, AdmissionTicket
 from foreword.server.auth.keys import RequestContext
 from foreword.server.http.errors import rename_field
 from foreword.server.http.middleware import release_body
@@ -37,7 +37,6 @@ from foreword.tokenizer.input_processor import EncodedParams, SamplingDefaults, 
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 logger = logging.getLogger("foreword.serve")
-LOGPROB_TOKENS = 4  # tokens of --max-waiting-tokens that a log-probability of a prompt's token counts
 MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
 
 
@@ -248,6 +247,7 @@ class Generation:
     def close(self) -> None:
         """Abort running choices and free everything; may be called twice."""
         self._resources.close()
+        self._server.admission.held_logprobs.free(self)
         if self._ticket is None:
             return
         self._ticket.release()
@@ -269,14 +269,30 @@ class Generation:
             has_answer = output.finished or bool(output.token_ids)
             self._server.slots.end(slot, output.request, output.token_ids if has_answer else None)
 
-    def abort(self, request_id: str, error: ForewordError) -> None:
-        """End one choice with an error for its caller; a finished choice stays as it is."""
+    def abort(self, request_id: str, error: ForewordError) -> bool:
+        """End one choice with an error for its caller; False if it has ended."""
         index = next(i for i, output in enumerate(self.outputs) if output.request.id == request_id)
         output = self.outputs[index]
         if output.finished or request_id in self._failed:
-            return
+            return False
         self._fail(index, output.request, error)
         self._server.client.abort(request_id)
+        return True
+
+    def end(self, error: ForewordError) -> bool:
+        """End all open choices with an error, and drop all log-probabilities; False if none is open."""
+        num_ended = sum(self.abort(output.request.id, error) for output in self.outputs)
+        if not num_ended:
+            return False
+        self._delta_queue.drop_logprobs()
+        for output in self.outputs:
+            output.logprobs.clear()
+        return True
+
+    def drop_logprobs(self, index: int, delta: OutputDelta) -> None:
+        """A stream has sent them."""
+        self.outputs[index].logprobs.clear()
+        self._server.admission.held_logprobs.free(self, _num_logprobs(delta))
 
     def _on_event(self, index: int, output: ChoiceOutput, event: Event | None) -> None:
         """Queue the delta of an event; the last item of a choice always ends it."""
@@ -285,7 +301,9 @@ class Generation:
             return  # it has ended, and the engine knows
         try:
             if isinstance(event, TokenEvent):
-                self._delta_queue.put(index, self._process_event(output, event))
+                delta = self._process_event(output, event)
+                self._delta_queue.put(index, delta)
+                self._server.admission.held_logprobs.add(self, _num_logprobs(delta))
             elif isinstance(event, ErrorEvent):
                 raise event.error
             else:
@@ -339,6 +357,10 @@ class Generation:
         self._delta_queue.put(index, error)
 
 
+def _num_logprobs(delta: OutputDelta) -> int:
+    return sum(1 + len(token.logprob.top) + len(token.logprob.requested) for token in delta.logprobs)
+
+
 def _prompt_id(request: EngineRequest) -> str:
     return request.id.rpartition("-")[0]
 
@@ -366,6 +388,15 @@ class DeltaQueue:
         queue.put(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def drop_logprobs(self) -> None:
+        for queue in self._queues.values():
+            queue.items = deque(
+                replace(item, logprobs=(), event=item.event._replace(logprobs=()))
+                if isinstance(item, OutputDelta)
+                else item
+                for item in queue.items
+            )
 
     async def get(self) -> tuple[int, OutputDelta | ForewordError]:
         """Wait for the next (choice index, item); one reader at a time."""

@@ -146,7 +146,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
         if events is not None:
             begun.add(index)
             yield events
-        generation.outputs[index].logprobs.clear()  # up to 3 KB a token, which no later event needs
+        generation.drop_logprobs(index, item)  # up to 3 KB a token, which no later event needs
         if item.finish_reason is not None:
             writer.record_returned(1)  # after the yield: a client that disconnected did not get it
     await generation.commit_usage()

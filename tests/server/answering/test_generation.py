@@ -15,7 +15,7 @@ from foreword.chat_formats.events import CallArguments, ChatEvent, ContentText, 
 from foreword.config.options import Config
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue, Generation, build_requests
 from foreword.server.apis.chat.routes import ChatWriter
 from foreword.server.apis.choices_writer import ChoicesWriter, ResponseHeader, ResponseOptions
@@ -167,6 +167,66 @@ async def test_repeated_events_equal_their_chunks(
         delta = OutputDelta(text, event, reason, events=(kind(text),) if text else ())
         chunk = plain.chunk(choice, delta)
         assert fast.event(choice, delta) == (None if chunk is None else sse_event(chunk))
+    begun.close()
+
+
+def logprob_generation(server: LoadedModel, name: str, n: int = 1) -> Generation:
+    """Four log-probabilities a token."""
+    context, params = RequestContext("", 0), SamplingParams(n=n, logprobs=3)
+    return Generation(server, build_requests(server, [1, 2], params, name, context), context)
+
+
+async def test_answer_with_the_most_logprobs_ends_where_all_have_too_many(resources: AsyncExitStack) -> None:
+    """They wait for the end of an answer, or for a client that does not read its stream."""
+    texts = {"small": "ab", "large": "x" * 20, "last": "abcd"}
+    client = FakeEngineClient(lambda request: FakeOutput(texts[request.id.split("-")[0]], delay_s=0.001))
+    server = await server_of(resources, client, max_waiting_tokens=4 * 100)
+    held = server.admission.held_logprobs
+    small, large = (logprob_generation(server, name) for name in ("small", "large"))
+    for each in (small, large):
+        each.start()
+    await small.collect()
+    assert held.num_held >= 3 * 4 and len(small.outputs[0].logprobs) == 3
+    await large.collect()
+    assert held.num_held == 24 * 4
+    last = logprob_generation(server, "last")
+    last.start()
+    with pytest.raises(Overloaded, match=r"hold 104 log-probabilities of at most 100, this one 8;") as error:
+        await last.collect()
+    assert error.value.param == "logprobs" and client.aborted == ["last-0"]
+    for each in (small, large, last):
+        each.close()
+    assert held.num_held == 0
+
+
+async def test_answer_with_too_many_logprobs_of_its_own_ends(resources: AsyncExitStack) -> None:
+    client = FakeEngineClient(lambda request: FakeOutput("x" * (20 if "large" in request.id else 5)))
+    server = await server_of(resources, client, max_waiting_tokens=4 * 100)
+    large, small = logprob_generation(server, "large", n=2), logprob_generation(server, "small")
+    large.start()
+    with pytest.raises(InvalidRequest, match="more than 100 log-probabilities; a stream may have more"):
+        await large.collect()
+    small.start()
+    await small.collect()
+    assert len(small.outputs[0].logprobs) == 6 and client.aborted == ["large-0", "large-1"]
+    assert not any(output.logprobs for output in large.outputs)
+    while len(large._delta_queue):
+        _, item = await large._delta_queue.get()
+        assert not isinstance(item, OutputDelta) or not (item.logprobs or item.event.logprobs)
+    assert server.admission.held_logprobs.num_held == 24
+    large.close()
+    small.close()
+
+
+async def test_stream_that_is_read_holds_no_logprobs(resources: AsyncExitStack) -> None:
+    client = FakeEngineClient(FakeOutput("x" * 60, delay_s=0.001))
+    server = await server_of(resources, client, max_waiting_tokens=4 * 100)
+    begun = logprob_generation(server, "r")
+    begun.start()
+    async for index, item in begun.deltas():
+        assert isinstance(item, OutputDelta) and len(item.logprobs) == 1
+        begun.drop_logprobs(index, item)
+    assert begun.outputs[0].num_tokens == 61 and server.admission.held_logprobs.num_held == 0
     begun.close()
 
 
