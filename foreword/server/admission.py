@@ -79,16 +79,14 @@ class HeldLogprobs:
     def __init__(self, max_num: int) -> None:
         self._max_num = max_num
         self._num_of: Counter[LogprobHolder] = Counter()
-
-    @property
-    def num_held(self) -> int:
-        return self._num_of.total()
+        self.num_held = 0
 
     def add(self, holder: LogprobHolder, num: int) -> None:
         """Count `num` more. Where all answers have too many, the open one with the most ends."""
         if not num:
             return
         self._num_of[holder] += num
+        self.num_held += num
         if self.num_held <= self._max_num:
             return
         for largest, held in self._num_of.most_common():
@@ -96,10 +94,10 @@ class HeldLogprobs:
                 return self.free(largest)
 
     def free(self, holder: LogprobHolder, num: float = math.inf) -> None:
-        left = self._num_of[holder] - num
-        if left > 0:
-            self._num_of[holder] = int(left)
-        else:
+        freed = int(min(num, self._num_of[holder]))
+        self._num_of[holder] -= freed
+        self.num_held -= freed
+        if not self._num_of[holder]:
             del self._num_of[holder]
 
     def _error(self, held: int) -> ForewordError:
