@@ -26,7 +26,7 @@ namespace {
 
 constexpr const char* ISA_NAMES[] = {"portable", "avx2", "avx2-vnni", "avx512", "amx", "neon"};
 constexpr Type FLOATS[] = {Type::F32, Type::BF16};
-constexpr int64_t ROWS = 35;
+constexpr int64_t ROWS = 35, MANY_ROWS = 80;  // many: more than a quantized product takes at a time
 
 // The same numbers on every machine.
 std::mt19937 generator;
@@ -42,8 +42,8 @@ struct Rows {
     Rows(int64_t rows, int64_t columns) : width(columns), wide(uniforms(rows * columns)) { narrow_all(); }
 
     // Rows of the largest and smallest values, zeros, and values that are not finite.
-    static Rows extreme(int64_t columns) {
-        Rows rows(ROWS, columns);
+    static Rows extreme(int64_t columns, int64_t count = ROWS) {
+        Rows rows(count, columns);
         const auto at = [&](int64_t row, int64_t i) -> float& { return rows.wide[row * columns + i]; };
         for (int64_t i = 0; i < columns; i++) {
             at(1, i) = 1.0f;
@@ -82,6 +82,7 @@ struct Case {
     Type type;         // of the output
     double tolerance;  // of a row, relative to its largest value; 0: equal bits
     std::function<void(Isa, Context&, int64_t first, int64_t count, RowView y)> run;
+    int64_t rows = ROWS;
 };
 
 Isa isa_under_test;
@@ -132,11 +133,11 @@ void check_close(const Case& test, int64_t row, const float* values, const float
 }
 
 void check(const Case& test) {
-    const std::vector<float> whole = values_of(test, isa_under_test, 0, ROWS, 2);
-    const std::vector<float> portable = values_of(test, Isa::PORTABLE, 0, ROWS, 1);
-    for (int64_t row = 0; row < ROWS; row++) check_close(test, row, &whole[row * test.width], &portable[row * test.width]);
+    const std::vector<float> whole = values_of(test, isa_under_test, 0, test.rows, 2);
+    const std::vector<float> portable = values_of(test, Isa::PORTABLE, 0, test.rows, 1);
+    for (int64_t row = 0; row < test.rows; row++) check_close(test, row, &whole[row * test.width], &portable[row * test.width]);
     for (int64_t count = 1; count < 18; count++) {
-        for (int64_t first = count == 1 ? 0 : 5 * count % 16; first + count <= ROWS; first += count == 1 ? 1 : ROWS) {
+        for (int64_t first = count == 1 ? 0 : 5 * count % 16; first + count <= test.rows; first += count == 1 ? 1 : test.rows) {
             const std::vector<float> part = values_of(test, isa_under_test, first, count, 1);
             for (size_t i = 0; i < part.size(); i++) {
                 const int64_t row = first + static_cast<int64_t>(i) / test.width, column = static_cast<int64_t>(i) % test.width;
@@ -231,9 +232,9 @@ struct Packed {
     Weight weight;
 };
 
-void check_linear(Format format, int64_t n, int64_t k, int fill = -1) {
+void check_linear(Format format, int64_t n, int64_t k, int fill = -1, int64_t rows = ROWS) {
     const Packed packed(format, n, k, fill);
-    Rows x = Rows::extreme(k);
+    Rows x = Rows::extreme(k, rows);
     const auto linear = is_dense(format) ? dense_linear : quantized_linear;
     const std::string shape = std::to_string(n) + " x " + std::to_string(k);
     const std::string name = "linear of format " + std::to_string(static_cast<int>(format)) + ", " + shape;
@@ -241,7 +242,7 @@ void check_linear(Format format, int64_t n, int64_t k, int fill = -1) {
         for (const Type y_type : FLOATS) {
             check({name, n, y_type, is_dense(format) ? 1e-5 : 0, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
                 linear(isa)(context, {packed.weight, x_type, y_type, x.view(x_type, first), y, count});
-            }});
+            }, rows});
         }
     }
 }
@@ -254,7 +255,7 @@ void check_linears() {
         const auto format = static_cast<Format>(number);
         if (quantized_portable().round_rows[index_of(format)] == nullptr) continue;
         for (const int64_t n : {1, 16, 75}) check_linear(format, n, is_super(format) ? 768 : format <= Format::I4 ? 333 : 352);
-        check_linear(format, 18, is_super(format) ? SUPER : SMALL);
+        check_linear(format, 18, is_super(format) ? SUPER : SMALL, -1, MANY_ROWS);
         for (const int fill : {0x00, 0x7f, 0x80, 0xff}) check_linear(format, 5, 2 * SUPER, fill);
     }
 }
@@ -308,7 +309,7 @@ void check_rows(Type type) {
 struct Cache {
     Cache(Type type, int64_t slots, int64_t heads, int64_t dim)
         : k(slots * heads * dim * bytes_of(type), '\xff'), v(k), k_scale(slots * heads, NAN), v_scale(k_scale),
-          kv{type, 0, k.data(), v.data(), k_scale.data(), v_scale.data(), heads, dim} {}
+          kv{type, 0, k.data(), v.data(), k_scale.data(), v_scale.data(), heads, dim, dim} {}
 
     // K of a slot as float32.
     float value(int64_t slot, int64_t i) const {
@@ -352,13 +353,13 @@ void check_experts(Format format, Type type) {
         down_blocks.push_back(down.back()->weight);
         starts.push_back(expert + 1);
     }
-    const Experts experts{COUNT, HIDDEN, INNER, {gate_up_blocks.data(), starts.data()}, {down_blocks.data(), starts.data()}};
+    const Experts experts{COUNT, HIDDEN, INNER, {gate_up_blocks.data(), starts.data()}, {down_blocks.data(), starts.data()}, nullptr, nullptr};
     Rows x = Rows::extreme(HIDDEN), logits(ROWS, COUNT), add_to(ROWS, HIDDEN);
     for (int64_t row = 0; row < ROWS; row++) logits.wide[row * COUNT] += 1.0f;
     logits.wide[11 * COUNT + 3] = NAN;
     const std::string name = "experts of format " + std::to_string(static_cast<int>(format));
     check({name, HIDDEN, type, is_dense(format) ? 2e-5 : 0.05, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
-        run_experts(context, isa, {experts, TOP_K, true, false, 1, 1, 1.0f, Activation::SILU, type, x.view(type, first),
+        run_experts(context, isa, {experts, TOP_K, true, Scoring::SOFTMAX, 1, 1, 1.0f, 0.0f, Activation::SILU, type, x.view(type, first),
                                    logits.view(Type::F32, first), add_to.view(type, first), y, count});
     }});
 }
@@ -392,7 +393,7 @@ void check_attention(Type kv_type, Type type, int64_t dim, int64_t window, float
         int64_t clipped[4];
         for (int i = 0; i < 4; i++) clipped[i] = std::min(std::max<int64_t>(starts[i] - first, 0), count);
         attention(isa)(context, {cache.kv, &positions[first], tables.data(), clipped, 3, TABLE, BLOCK, type, q.view(type, first), y,
-                                 HEADS, window, 0.3f, softcap, sunk ? sinks.data() : nullptr});
+                                 HEADS, window, 0, 0.3f, softcap, sunk ? sinks.data() : nullptr});
     }});
 }
 

@@ -10,7 +10,7 @@ constexpr int64_t ITEM_BYTES = 96 << 10;   // of weights that one item reads
 constexpr int64_t MIN_PARALLEL_BYTES = 32 << 10;  // of weights times rows that one thread multiplies sooner than it wakes others
 constexpr int64_t ITEMS_EACH = 4;          // work items per thread, at least: they do not take equally long
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
-constexpr int64_t TURN_ROWS = 64;  // that use a tile one after the other; a multiple of every group
+constexpr int64_t TURN_ROWS = 64;  // that use a tile one after the other, at most: whole groups
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are quantized sooner than a thread wakes
 
 // The layout of one product.
@@ -127,7 +127,8 @@ void multiply_item(const Plan& plan, int64_t item) {
     const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
     const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));
     const int64_t row_end = std::min(row + plan.chunk_rows, plan.args.rows);
-    for (int64_t r = row; r < row_end; r += TURN_ROWS) multiply_run(plan, tile, tile_end, r, std::min(r + TURN_ROWS, row_end));
+    const int64_t turn = TURN_ROWS / plan.group_rows * plan.group_rows;
+    for (int64_t r = row; r < row_end; r += turn) multiply_run(plan, tile, tile_end, r, std::min(r + turn, row_end));
 }
 
 template <const QuantizedKernels& (*KERNELS)()>
