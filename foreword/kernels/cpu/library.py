@@ -333,6 +333,7 @@ SIGNATURES = MappingProxyType(
         "foreword_text_start": (c_int32, c_void_p),
         "foreword_text_finish": (CheckedResult, c_void_p, c_int32),
         "foreword_text_num_texts": (c_int64, c_void_p),
+        "foreword_text_memory": (c_int64, c_void_p),
         "foreword_text_work": (c_int64, c_void_p, c_int32),
         "foreword_text_propose": (
             c_int64,

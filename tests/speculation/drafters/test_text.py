@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -392,6 +393,50 @@ def test_hostile_text_costs_in_proportion(library: ctypes.CDLL, make: object) ->
     assert (
         proposed_twice < 1.5 * proposed + 400 * 1024 and proposed < 400 * 8000
     )  # a line has up to 1,024 bytes
+
+
+@pytest.mark.parametrize("text", ["=", "a ", "\n", "some words of prose ", "x = [1, 2]\n"])
+def test_memory_of_texts_is_bounded(library: ctypes.CDLL, text: str) -> None:
+    """Also of long tokens: a prompt of them holds many times what the same number of common ones does."""
+    vocabulary = replace(VOCABULARY, tokens=(text.encode() * (64 // len(text)),), marker_ids=(), eos_ids=())
+    index = TextIndex(library, replace(vocabulary, special_ids=()))
+    texts = [index.start() for _ in range(50)]
+    index.propose(texts[0], [0] * 131_072)
+    assert index.memory() < 20 << 20
+    for each in texts[1:]:
+        index.propose(each, [0] * 40_000)
+    for each in texts:
+        index.propose(each, [0])
+    assert index.memory() < 400 << 20
+    for each in texts:
+        index.finish(each)
+    assert index.memory() == 0
+
+
+def test_prompts_are_read_in_several_calls(drafter: TextDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many choices of one prompt begin together: no call reads all of them."""
+    read: list[int] = []
+    propose = TextIndex.propose
+
+    def count(index: TextIndex, text_id: int, new_ids: Sequence[int], max_bytes: int) -> Any:
+        read.append(len(new_ids))
+        return propose(index, text_id, new_ids, max_bytes)
+
+    monkeypatch.setattr(TextIndex, "propose", count)
+    monkeypatch.setattr(text_drafter, "MAX_READ_TOKENS", 40)
+    prompt = f"{CODE}{END}class Square:\n    side"
+    states = [start(drafter, prompt, name) for name in "abc"]
+    length = len(states[0].tokens)
+    assert 40 < length < 80
+    requests = [DraftRequest(state, 8) for state in states]
+    drafts: list[Any] = [None] * 3
+    for _ in range(8):
+        read.clear()
+        drafts = [new or old for new, old in zip(drafter.propose(requests), drafts, strict=True)]
+        assert sum(read) <= 40
+    assert len({draft.token_ids for draft in drafts}) == 1
+    (again,) = drafter.propose(requests[:1])
+    assert again == drafts[0], "what was found is not forgotten"
 
 
 def test_old_text_is_forgotten(library: ctypes.CDLL) -> None:

@@ -24,6 +24,12 @@ bool starts_with(const uint8_t* s, int32_t n, const char* text) {
     return n >= size && std::memcmp(s, text, size) == 0;
 }
 
+int64_t count_lexemes(const uint8_t* s, int32_t n) {
+    int64_t count = 0;
+    for (int32_t at = 0; at < n; at = lexeme_end(s, at, n)) count++;
+    return count;
+}
+
 // What stands before a line's content.
 struct Prefix {
     int32_t length = 0;
@@ -312,6 +318,7 @@ void Document::finish_line(bool joined) {
     text_.insert(text_.end(), s + at, s + n);
     const bool has_tabs = indent && s[prefix.length] == '\t';
     const auto end = static_cast<int32_t>(text_.size());
+    num_lexemes_ += count_lexemes(text_.data() + begin, end - begin);
     if (!joined) text_.push_back('\n');
     if (!continues_ && begins_diff(s, n)) {
         in_diff_ = true;
@@ -403,6 +410,8 @@ int32_t Document::forget() {
     shift(previous_);
     repeats_.clear();
     section_first_ = std::max(section_first_ - first, 0);
+    num_lexemes_ = 0;
+    for (const Line& line : lines_) num_lexemes_ += count_lexemes(text_.data() + line.begin, line.end - line.begin);
     return first;
 }
 

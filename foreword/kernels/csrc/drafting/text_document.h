@@ -10,7 +10,8 @@ namespace foreword {
 
 constexpr int MAX_DEPTH = 4;              // of strings in strings
 constexpr int32_t MAX_LINE = 1024;        // bytes; a longer line is several, joined
-constexpr int32_t MAX_TEXT = 1 << 19;     // bytes of a document; beyond, its older half is forgotten
+constexpr int64_t MAX_SIZE = 3 << 19;     // of a document; beyond, its older half is forgotten
+constexpr int64_t LEXEME_SIZE = 8;        // of a word or sign beside its bytes, half that of a line: they take 30 to 50 bytes of the index, lines 80 in all
 constexpr int32_t MAX_HELD = 72;          // bytes that decide whether JSON or a call begins: a bracket and a function's name
 constexpr uint8_t BARRIER = 0;            // in the text, before each section: nothing matches across it
 
@@ -73,6 +74,9 @@ public:
     Place place() const;
     Partial partial() const;
     int64_t work() const { return work_; }
+    int64_t memory() const { return static_cast<int64_t>(text_.capacity() + sizeof(Line) * lines_.capacity() + line_.capacity()); }
+    // Bytes, and what words, signs and lines take beside them: 1 is at most 7 bytes of memory.
+    int64_t size() const { return static_cast<int64_t>(text_.size()) + LEXEME_SIZE * (num_lexemes_ + 2 * static_cast<int64_t>(lines_.size())); }
     // Forget the older half. Returns the first line that is kept.
     int32_t forget();
 
@@ -114,6 +118,7 @@ private:
     int32_t section_ = 0, section_first_ = 0;
     std::vector<std::pair<LineRange, LineRange>> repeats_;
     LineRange value_, previous_;   // the last complete value, and the one before this section
+    int64_t num_lexemes_ = 0;      // words and signs of the text
     int64_t work_ = 0;             // bytes handled, at all levels
 };
 

@@ -48,7 +48,6 @@ const TextDraft& TextFollower::propose(int32_t max_bytes) {
     draft_.clear();
     index_.extend(document_);
     for (const auto& repeat : document_.take_repeats()) learn_renames(repeat);
-    if (static_cast<int32_t>(document_.text().size()) > MAX_TEXT) forget();
     follow();
     place_ = document_.place();
     if (!place_.is_text) return draft_;
@@ -64,7 +63,6 @@ const TextDraft& TextFollower::propose(int32_t max_bytes) {
 void TextFollower::forget() {
     document_.forget();
     index_.clear();
-    index_.extend(document_);
     cursor_ = lost_ = old_ = Cursor{};
     own_lines_ = static_cast<int32_t>(document_.lines().size());
     own_bytes_ = 0;

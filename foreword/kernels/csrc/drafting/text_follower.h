@@ -23,10 +23,15 @@ struct TextDraft {
 
 class TextFollower {
 public:
-    void read(const uint8_t* bytes, int64_t count) { document_.read(bytes, count); }
+    // max_size: of the document; beyond, its older half is forgotten before it is indexed
+    void read(const uint8_t* bytes, int64_t count, int64_t max_size) {
+        document_.read(bytes, count);
+        if (document_.size() > max_size) forget();
+    }
     void read_marker() { document_.read_marker(); }
     // What most likely follows, at most max_bytes and a few more; empty where nothing is known.
     const TextDraft& propose(int32_t max_bytes);
+    int64_t memory() const { return document_.memory() + index_.memory(); }
     int64_t work() const { return document_.work() + index_.work() + work_; }
 
 private:

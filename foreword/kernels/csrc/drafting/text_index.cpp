@@ -39,6 +39,12 @@ void LexemeIndex::clear() {
     section_ = -1;
 }
 
+int64_t LexemeIndex::memory() const {
+    size_t bytes = sizeof(Entry) * entries_.capacity() + sizeof(uint32_t) * hashes_.capacity();
+    for (const auto& heads : heads_) bytes += sizeof(int32_t) * heads.capacity();
+    return static_cast<int64_t>(bytes);
+}
+
 void LexemeIndex::extend(const Document& document) {
     const uint8_t* text = document.text().data();
     const auto& lines = document.lines();

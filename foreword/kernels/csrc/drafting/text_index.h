@@ -39,6 +39,7 @@ public:
     // The best matches of the end of `document`, longest first; the latest of equal ones first.
     TextMatches find(const Document& document, const Partial& partial);
     int64_t work() const { return work_; }
+    int64_t memory() const;  // bytes
 
 private:
     struct Entry {
