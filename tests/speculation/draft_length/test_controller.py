@@ -634,6 +634,46 @@ def test_unrecorded_step_leaves_no_draft_cost() -> None:
     assert length > 0
 
 
+def test_step_whose_drafting_requests_were_preempted_is_recorded() -> None:
+    """A prompt of better priority took their place: its first chunk bears the passes, the next does not."""
+    costs = {"draft": PassCost.from_seconds({1: STEP / 10, 100: STEP / 8})}
+    controller, state, prompt = DraftLengthController(GPU.calibration(), 8, costs), state_of(), state_of("b")
+    controller.start(state)
+    controller.start(prompt)
+    step(controller, [state])
+    wanted = DraftRequest(state, 8)
+    controller.max_draft_len(state)
+    ((length, _),) = controller.plan_draft_model([Proposal(wanted)], PrefillLoad(), "draft", [1])
+    passes = controller.next_step.draft_cost
+    controller.select([Proposal(wanted, [Draft((1,) * length, "draft")])], PrefillLoad())
+    assert length and passes > 0.0
+    chunk = RequestStep(prompt, 32, 0, False, 0, 32)
+    budget = controller.requests["b"].delay_budget
+    for drafting in (passes, 0.0):
+        ahead_s = budget.ahead_s
+        controller.record_step(StepRecord((chunk,), {"forward": STEP, "draft": drafting}))
+        assert controller.next_step.draft_cost == 0.0
+        assert ahead_s - budget.ahead_s == pytest.approx(drafting)
+    stats = controller.stats()
+    assert stats.realised_seconds == pytest.approx(STEP + passes), "only the first"
+
+
+def test_exploration_that_is_reported_never_falls() -> None:
+    """A probe of the draft model that hit is refunded, one that ended without a score is not."""
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    request, exploration = controller.requests[state.id], controller.exploration
+    exploration.budget.earn(100.0)
+    spent = [0.0]
+    for settle in (lambda: exploration.settle_probe(request, 1), lambda: None, lambda: None):
+        assert exploration.probe_draft_model([request], 0.01)
+        settle()
+        spent.append(controller.stats().exploring_seconds)
+    controller.finish(state.id)
+    spent.append(controller.stats().exploring_seconds)
+    assert spent == pytest.approx([0.0, 0.0, 0.0, 0.01, 0.02])
+
+
 def test_finished_requests_leave_no_state() -> None:
     cell = SimulationCase(GPU, [SimulatedOutput(60, constant_acceptance(0.8))] * 8, 4, 0.01, 0.05)
     assert (
