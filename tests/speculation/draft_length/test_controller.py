@@ -13,7 +13,11 @@ from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.backoff import MAX_MISSES, MISSES_BEFORE_BACKOFF
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
-from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, FIRST_SAVED_STEPS
+from foreword.speculation.draft_length.exploration import (
+    EXPLORATION_SHARE,
+    FIRST_EXPLORE_STEP,
+    FIRST_SAVED_STEPS,
+)
 from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.draft_length.regression_watchdog import RegressionWatchdog
 from foreword.speculation.draft_length.row_selection import NEAR_BEST
@@ -559,6 +563,27 @@ def test_draft_model_whose_drafts_are_never_verified_is_paused() -> None:
     assert 16 <= num_planned <= 80
     stats = controller.stats()
     assert stats.realised_seconds > 1.05 * stats.plain_seconds > 0.0, "what it cost is reported"
+
+
+def test_draft_model_that_finds_no_token_is_given_up() -> None:
+    """As where a grammar allows none of a head's vocabulary: an empty draft is a miss."""
+    costs = {"draft": PassCost.from_seconds({1: 0.3 * STEP, 100: 0.4 * STEP})}
+    controller, state = DraftLengthController(GPU.calibration(), 8, costs), state_of()
+    controller.start(state)
+    num_planned = 0
+    for _ in range(FIRST_EXPLORE_STEP - 1):
+        request = controller.requests[state.id]
+        request.skip_until, controller.draft_planner.no_plan_until["draft"] = 0, 0
+        proposal = Proposal(DraftRequest(state, 8))
+        if controller.max_draft_len(state) and controller.may_propose("draft", PrefillLoad()):
+            ((length, _),) = controller.plan_draft_model([proposal], PrefillLoad(), "draft", [1])
+            if length:
+                num_planned += 1
+                controller.record_acceptance(state, Draft((), "draft"), ())
+        drafting = controller.next_step.draft_cost
+        controller.select([proposal], PrefillLoad())
+        step(controller, [state], drafting=drafting)
+    assert 4 <= num_planned <= 16
 
 
 def test_improbable_tokens_are_cut_where_rows_cost() -> None:
