@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
             gc.collect()
         for reason in file.skipped[:3]:
             log(f"skipped {reason}")
+        if file.skipped:
+            log(f"skipped {len(file.skipped)} of {len(prompts)} prompts in all")
         _train(args, replace(config, seed=seed), file, folder, log)
     return 0
 

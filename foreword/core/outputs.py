@@ -112,10 +112,11 @@ class DraftingStats:
 
     draft_length_counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # by drafter, length
     no_draft_counts: Mapping[str, int] = field(default_factory=dict)  # requests without a draft, by reason
-    predicted_seconds: float = 0.0  # predicted time, steps with a verified draft, drafting included
+    # predicted time, drafting included, of steps that verified a draft, or ran draft passes that were to pay
+    predicted_seconds: float = 0.0
     realised_seconds: float = 0.0  # the same steps, measured
     plain_seconds: float = 0.0  # estimate of plain decoding for the tokens of these steps
-    exploring_seconds: float = 0.0  # drafts and plain steps made only to measure
+    exploring_seconds: float = 0.0  # drafts and plain steps made only to measure, without passes that paid
 
 
 @_pickled_as_call

@@ -303,14 +303,20 @@ CATALOG = (
         "spec_forced_tokens_total",
         "Delivered tokens that a grammar forced; not counted in acceptance.",
     ),
-    _prediction_metric("spec_predicted_step_seconds_total", "Predicted time of steps that verified a draft."),
-    _prediction_metric("spec_realised_step_seconds_total", "Measured time of steps that verified a draft."),
     _prediction_metric(
-        "spec_plain_step_seconds_total",
-        "Estimated time of plain decoding for the tokens of steps that verified a draft.",
+        "spec_predicted_step_seconds_total",
+        "Predicted time of steps that verified a draft, or ran draft passes that were to pay.",
     ),
     _prediction_metric(
-        "spec_exploration_seconds_total", "Time of drafts and plain steps run only to measure."
+        "spec_realised_step_seconds_total", "Measured time of the steps of spec_predicted_step_seconds_total."
+    ),
+    _prediction_metric(
+        "spec_plain_step_seconds_total",
+        "Estimated time of plain decoding for the tokens of the steps of spec_predicted_step_seconds_total.",
+    ),
+    _prediction_metric(
+        "spec_exploration_seconds_total",
+        "Time of drafts and plain steps run only to measure, without draft passes that paid.",
     ),
 )
 

@@ -26,6 +26,14 @@ class DraftRequest(NamedTuple):
         return len(self.state.tokens)
 
 
+class NoFiniteLogits(RuntimeError):
+    """The logits of a model-based drafter hold NaN or infinity, or no finite value, for some requests."""
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        super().__init__("its logits are not finite")
+        self.request_ids = request_ids
+
+
 class OnePass(NamedTuple):
     """A pass that drafts all tokens of a request, with a row for each."""
 
@@ -78,7 +86,11 @@ class EngineDrafter(Protocol):
 
 @runtime_checkable
 class ModelBasedDrafter(EngineDrafter, Protocol):
-    """A drafter that runs a model, so it runs only where that pays."""
+    """A drafter that runs a model, so it runs only where that pays.
+
+    propose() returns an empty draft where no token is legal, None where the model does not draft yet, and
+    raises NoFiniteLogits.
+    """
 
     one_pass: OnePass | None  # None: each token costs a forward pass
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import TypeVar
 
 from foreword.core.outputs import Draft, DraftingStats
@@ -15,7 +15,13 @@ from foreword.core.structured_output import Vocabulary
 from foreword.errors import Terminated
 from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.speculation.draft_length.policy import NUM_COLD_STEPS, Policy, PrefillLoad, Proposal, StepRecord
-from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
+from foreword.speculation.engine_drafter import (
+    DeviceDrafter,
+    DraftRequest,
+    EngineDrafter,
+    ModelBasedDrafter,
+    NoFiniteLogits,
+)
 from foreword.speculation.plugin import summarize_error
 
 Result = TypeVar("Result")
@@ -56,6 +62,9 @@ class Proposer:
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by drafter, not recorded yet
         self._request_drafters: dict[str, tuple[EngineDrafter, ...]] = {}
+        self._has_drafted: set[str] = set()  # names of drafters
+        self._broken_requests: dict[str, Sequence[str]] = {}  # without finite logits in this step, by drafter
+        self._removed_drafters: set[str] = set()  # names of models that are broken for all requests
         self._unscored_drafts: dict[str, tuple[int, list[Draft]]] = {}
         self._steps_to_skip = 0
         self._is_last_skip = False  # proposing follows this step
@@ -85,13 +94,15 @@ class Proposer:
 
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
-        speculation, drafters = state.params.speculation, (*self.drafters, *self.model_drafters)
+        speculation = state.params.speculation
+        drafters: tuple[EngineDrafter, ...] = (*self.drafters, *self.model_drafters)
         if speculation.max_draft_tokens == 0:
             drafters = ()  # as with method "off": steps need not wait for proposals
         self._request_drafters[state.id] = tuple(
             drafter
             for drafter in drafters
             if speculation.method in ("auto", drafter.name)
+            and drafter.name not in self._removed_drafters
             and self._call(drafter, lambda d=drafter: d.start(state) is not False)  # type: ignore[misc]
         )
         if self._request_drafters[state.id]:  # the policy sees other requests in record_step()
@@ -110,13 +121,9 @@ class Proposer:
 
     def disable_draft_model(self, request_id: str) -> None:
         """Stop model-based drafting for a request: its images cannot be encoded."""
-        drafters = self._request_drafters[request_id]
-        self._request_drafters[request_id] = tuple(d for d in drafters if d not in self.model_drafters)
-        for model in (drafter for drafter in drafters if drafter in self.model_drafters):
-            self.errors[model.name] += 1
-            self._catch(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
-        if drafters and not self._request_drafters[request_id]:
-            self._catch("policy", lambda: self.policy.finish(request_id))  # finish() will not
+        models = [d.name for d in self._request_drafters[request_id] if d in self.model_drafters]
+        self.errors.update(models)
+        self._stop_drafters(request_id, models)
 
     def propose(
         self, states: Sequence[RequestState], load: PrefillLoad = NO_PREFILL
@@ -137,6 +144,7 @@ class Proposer:
         self._stats = None
         self._report_skipped_steps()
         drafts = self._catch("policy", lambda: self._propose(states, load)) or no_drafts
+        self._stop_broken()  # the policy has selected: it may forget requests now
         self._steps_to_skip = self._catch("policy", self.policy.num_steps_to_skip) or 0
         return drafts
 
@@ -221,6 +229,32 @@ class Proposer:
                 )
         return tuple(selected)
 
+    def _stop_broken(self) -> None:
+        """Stop models without finite logits: for these requests, for all if the model has never drafted."""
+        for name, request_ids in self._broken_requests.items():
+            if name in self._has_drafted:
+                self._count_error(name, "its logits are not finite")
+            else:
+                self.errors[name] += 1
+                self._removed_drafters.add(name)
+                request_ids = [*self._request_drafters]
+                logger.error(
+                    "drafter %s failed and is removed: its logits are not finite, as with damaged weights",
+                    name,
+                )
+            for request_id in request_ids:
+                self._stop_drafters(request_id, [name])
+        self._broken_requests.clear()
+
+    def _stop_drafters(self, request_id: str, names: Collection[str]) -> None:
+        """Some drafters are not used for a request any more."""
+        drafters = self._request_drafters[request_id]
+        self._request_drafters[request_id] = tuple(d for d in drafters if d.name not in names)
+        for drafter in (drafter for drafter in drafters if drafter.name in names):
+            self._catch(drafter.name, lambda d=drafter: d.finish(request_id))  # type: ignore[misc]
+        if drafters and not self._request_drafters[request_id]:
+            self._catch("policy", lambda: self.policy.finish(request_id))  # finish() will not
+
     def _make_proposals(self, states: Sequence[RequestState]) -> dict[int, Proposal]:
         """Empty proposals of the requests that may draft now, by index. Scores their last drafts first."""
         proposals: dict[int, Proposal] = {}
@@ -269,17 +303,24 @@ class Proposer:
 
         def call() -> list[Draft | None]:
             requests = [proposal.request for proposal in proposals]
-            drafts = drafter.propose(requests)
+            try:
+                drafts = drafter.propose(requests)
+            except NoFiniteLogits as error:
+                self._broken_requests[drafter.name] = error.request_ids
+                return []
             return [self._truncate_to_legal(r, drafter, d) for r, d in zip(requests, drafts, strict=True)]
 
         for proposal, draft in zip(proposals, self._call(drafter, call) or (), strict=False):
-            if draft is not None:
+            if draft is not None and draft.token_ids:
                 proposal.drafts.append(draft)
+                self._has_drafted.add(drafter.name)
+            elif draft is not None and drafter in self.model_drafters:  # its passes were in vain
+                self.policy.record_acceptance(proposal.request.state, draft, ())
 
     def _truncate_to_legal(
         self, request: DraftRequest, drafter: EngineDrafter, draft: Draft | None
     ) -> Draft | None:
-        """The draft up to its first id that is never sampled or refused by the grammar."""
+        """The draft up to its first id that is never sampled or refused by the grammar; it may be empty."""
         if draft is None:
             return None
         length = min(len(draft.token_ids), request.max_draft_tokens)
@@ -292,7 +333,7 @@ class Proposer:
             length = request.state.grammar.num_legal(draft.token_ids[:length])
         if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
             return draft
-        return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
+        return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length])
 
     def _are_sampled_ids(self, token_ids: Sequence[int]) -> bool:
         """Whether all are ids that may be sampled; by built-ins, since a step has hundreds."""
@@ -320,17 +361,20 @@ class Proposer:
         except Terminated:
             raise
         except (Exception, SystemExit) as error:  # a drafter cannot end the process
-            self.errors[name] += 1
-            count = self.errors[name]
-            if count & (count - 1) == 0:  # 1, 2, 4, ...: an error in every step must not flood the log
-                logger.error(
-                    "drafter %s failed, %d times so far; its drafts are dropped: %s",
-                    name,
-                    count,
-                    summarize_error(error),
-                    exc_info=logger.isEnabledFor(logging.DEBUG),
-                )
+            self._count_error(name, summarize_error(error), logger.isEnabledFor(logging.DEBUG))
             return None
+
+    def _count_error(self, name: str, reason: str, exc_info: bool = False) -> None:
+        self.errors[name] += 1
+        count = self.errors[name]
+        if count & (count - 1) == 0:  # 1, 2, 4, ...: an error in every step must not flood the log
+            logger.error(
+                "drafter %s failed, %d times so far; its drafts are dropped: %s",
+                name,
+                count,
+                reason,
+                exc_info=exc_info,
+            )
 
 
 def _is_sure(draft: Draft) -> bool:

@@ -73,6 +73,19 @@ def test_a_head_is_trained_and_the_command_goes_on(
     assert "is in use by another run" in capsys.readouterr().err
 
 
+def test_skipped_prompts_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only three are named."""
+    monkeypatch.setattr("foreword.cli.train_head._train", lambda *_: None)
+    model, data = write_checkpoint(tmp_path / "model", "llama", seed=5), tmp_path / "data"
+    prompts = [{"prompt": "the cat " * 2000}] * 5 + [{"prompt": "the cat"}]
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    assert main(["train-head", str(model), str(data), "-o", str(tmp_path / "head"), *FLAGS]) == 0
+    said = capsys.readouterr().err
+    assert said.count("skipped line ") == 3 and "skipped 5 of 6 prompts in all" in said
+
+
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.policy import FixedLength, PrefillLoad, Proposal
-from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter, NoFiniteLogits
 from foreword.speculation.proposer import Proposer
 from tests.support.fakes import extended
 
@@ -292,6 +292,70 @@ def test_disabled_draft_model_is_not_called_again() -> None:
     for name in ("a", "b"):
         proposer.finish(name)
     proposer.check()
+
+
+class Broken(Model):
+    """A model without finite logits for some requests."""
+
+    broken_ids: tuple[str, ...] = ()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        drafts = super().propose(requests)
+        if lost := [request.state.id for request in requests if request.state.id in self.broken_ids]:
+            raise NoFiniteLogits(lost)
+        return drafts
+
+
+@pytest.mark.parametrize("draft_ids", [(), (9,)])
+def test_model_that_never_had_finite_logits_is_removed(
+    caplog: pytest.LogCaptureFixture, draft_ids: tuple[int, ...]
+) -> None:
+    """For all requests, with one line; other drafts of the step go on."""
+    lookup, model = Scripted("lookup", draft_ids), Broken("model", (4, 5))
+    model.broken_ids = ("a",)
+    policy = Asks(4)
+    proposer, states = Proposer((lookup,), 10, policy, (model,)), [state_of("a"), state_of("b")]
+    for _ in range(3):
+        drafts = propose(proposer, *states) if not model.asked else proposer.propose(states)
+        assert drafts == ((Draft((9,), "lookup") if draft_ids else None),) * 2
+    proposer.start(state_of("c"))
+    assert (lookup.live, model.live) == ({"a", "b", "c"}, set())
+    assert model.asked == [4, 4] and proposer.errors == {"model": 1}
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "drafter model failed and is removed"
+    ]
+    for name in ("a", "b", "c"):
+        proposer.finish(name)
+    proposer.check()
+
+
+def test_model_that_has_drafted_goes_on_for_requests_with_finite_logits() -> None:
+    model = Broken("model", (4, 5))
+    proposer, states = Proposer((), 10, FixedLength(4), (model,)), [state_of("a"), state_of("b")]
+    assert propose(proposer, *states) == (Draft((4, 5), "model"),) * 2
+    model.broken_ids = ("a",)
+    assert proposer.propose(states) == (None, None)
+    for _ in range(3):
+        assert proposer.propose(states) == (None, Draft((4, 5), "model"))
+    assert (model.live, proposer.errors) == ({"b"}, {"model": 1})
+
+
+def test_empty_draft_of_a_model_is_scored() -> None:
+    """No token was legal; a lookup without a draft cost next to nothing."""
+    policy, model = Scores(), Model("model", ())
+    model.propose = lambda requests: [Draft((), "model"), None]  # type: ignore[method-assign]
+    proposer = Proposer((Scripted("lookup", ()),), 10, policy, (model,))
+    assert propose(proposer, state_of("a"), state_of("b")) == (None, None)
+    assert policy.scored == [("model", (), ())]
+
+
+class Asks(FixedLength):
+    """Runs models for all requests."""
+
+    def plan_draft_model(
+        self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
+    ) -> list[tuple[int, float]]:
+        return [(proposal.request.max_draft_tokens, 0.0) for proposal in proposals]
 
 
 def test_policy_forgets_a_request_without_drafters() -> None:

@@ -106,7 +106,16 @@ class AcceptanceModel:
         self._ended_ratio += (min(request.overall.ratio, 1.0) - self._ended_ratio) * INHERITED_ALPHA
 
     def update(self, draft: Draft, output_ids: Sequence[int], request: RequestAcceptance) -> int:
-        """Learn from the output where the draft began; returns the number of correct draft tokens."""
+        """Learn from the output where the draft began; returns the number of correct draft tokens.
+
+        An empty draft is a miss of unknown confidence: the drafter found no token.
+        """
+        if not draft.token_ids:
+            rates = self._hit_rates[ALL_DRAFTS] or self._compute_hit_rates(ALL_DRAFTS)
+            request.overall.update(0, rates[0], 1)
+            self._add_trial(ALL_DRAFTS, 0, False)
+            self._has_new_trials = True
+            return 0
         draft_ids = draft.token_ids
         reached = min(len(draft_ids), len(output_ids))
         hits = next((i for i in range(reached) if draft_ids[i] != output_ids[i]), reached)

@@ -189,6 +189,7 @@ class DraftLengthController(Policy):
     def finish(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
         self.backoff.finish(request)
+        self.exploration.settle_probe(request, 0)
         for drafter in self._model_drafters:
             self._acceptance[drafter].finish_request(request.acceptance[drafter])
         self.draft_planner.record_output(request.state.num_output)

@@ -442,6 +442,8 @@ class CostModel:
         cost, count = self.step_costs.cost_of(summary.plain_shape), summary.num_sampling_requests
         if summary.is_decode_only:
             return self.plain_ratio(False) * cost * summary.num_emitted / count
+        if not count:  # a prompt's chunk; the requests that drafted were preempted
+            return cost
         return cost + self.decode_cost(count) * (summary.num_emitted - count) / count
 
     def _sampling_extra(self, rows_by_sampler_class: Sequence[int]) -> float:

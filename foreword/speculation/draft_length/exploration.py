@@ -26,7 +26,7 @@ class ExplorationBudget:
 
     def __init__(self, step_seconds: float = 0.0) -> None:
         """step_seconds  of a plain step"""
-        self.spent = 0.0
+        self.spent = 0.0  # seconds of explorations that did not pay; never falls
         self._saved = FIRST_SAVED_STEPS * step_seconds
 
     def earn(self, seconds: float) -> None:
@@ -36,16 +36,24 @@ class ExplorationBudget:
 
     def take(self, seconds: float) -> bool:
         """Spend from the budget if it suffices."""
-        if seconds > self._saved:
+        if not self.reserve(seconds):
             return False
-        self._saved -= seconds
         self.spent += seconds
         return True
 
-    def refund(self, seconds: float) -> None:
-        """Return the cost of an exploration that paid."""
-        self._saved += seconds
-        self.spent = max(self.spent - seconds, 0.0)
+    def reserve(self, seconds: float) -> bool:
+        """Set the cost of an exploration aside if the budget suffices; settle() follows."""
+        if seconds > self._saved:
+            return False
+        self._saved -= seconds
+        return True
+
+    def settle(self, seconds: float, has_paid: bool) -> None:
+        """Return the reserved cost of an exploration that paid, else count it as spent."""
+        if has_paid:
+            self._saved += seconds
+        else:
+            self.spent += seconds
 
 
 class Exploration:
@@ -119,18 +127,17 @@ class Exploration:
     def probe_draft_model(self, requests: Sequence[TrackedRequest], cost: float) -> bool:
         """Whether a model that does not seem to pay drafts one token for these requests, at `cost`."""
         seconds = cost * self._cost_model.drift
-        if not self.budget.take(seconds):
+        if not self.budget.reserve(seconds):
             return False
         for request in requests:
+            self.settle_probe(request, 0)  # the last one had no draft to score
             request.probe_cost = seconds / len(requests)
         return True
 
     def settle_probe(self, request: TrackedRequest, num_hits: int) -> None:
-        """The draft of a request was scored; a probe of the draft model that hit is refunded."""
-        if request.probe_cost:
-            if num_hits:
-                self.budget.refund(request.probe_cost)
-            request.probe_cost = 0.0
+        """The draft of a request was scored, or never will be; a probe that hit is refunded."""
+        self.budget.settle(request.probe_cost, num_hits > 0)
+        request.probe_cost = 0.0
 
     def _take(self, lost_cost: float) -> bool:
         return self.budget.take(max(lost_cost, 0.0) * self._cost_model.drift)

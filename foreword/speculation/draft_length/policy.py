@@ -105,7 +105,10 @@ class Policy(ABC):
         """Skipped steps are over; `num_requests` is summed over these steps."""
 
     def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
-        """The output from where `draft` began, verified or not: all tokens since, at least one."""
+        """The output from where `draft` began, verified or not: all tokens since, at least one.
+
+        A model's draft may be empty, as it found no token: its passes were in vain, and it has no output.
+        """
 
     def record_step(self, step_record: StepRecord) -> None:
         """A step is over."""

@@ -27,7 +27,7 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, OnePass
+from foreword.speculation.engine_drafter import DeviceDrafter, DraftRequest, NoFiniteLogits, OnePass
 
 
 @dataclass(slots=True)
@@ -252,6 +252,17 @@ class EagerDraftLoop:
         return list(zip(token_ids, values.tolist(), strict=True))
 
 
+def check_finite(requests: Sequence[DraftRequest], drafts: Sequence[Draft | None]) -> None:
+    """Raise NoFiniteLogits for empty drafts of requests whose sampling masks no token."""
+    broken_ids = [
+        request.state.id
+        for request, draft in zip(requests, drafts, strict=True)
+        if draft is not None and not draft.token_ids and only_filters(request.state.request)
+    ]
+    if broken_ids:
+        raise NoFiniteLogits(broken_ids)
+
+
 MAX_WINDOW = 4096  # tokens; older context costs more than it adds to acceptance
 TIMED_DRAFT_LEN = 4  # tokens per draft while timing passes
 DUMMY_STRIDE = 7919  # distance of the ids of neighbouring tokens while timing passes; prime
@@ -379,9 +390,10 @@ class ModelDrafter(DeviceDrafter):
         for pending, draft in self._draft(self._schedule(requests)):
             pending.draft_state.num_computed += len(pending.job.token_ids)
             pending.draft_state.draft_ids = draft.token_ids[:-1]
-            if draft.token_ids:
+            if pending.job.max_tokens:
                 confidence = tuple(map(math.exp, draft.logprobs))
                 drafts[pending.index] = Draft(draft.token_ids, self.name, confidence)
+        check_finite(requests, drafts)
         return drafts
 
     def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:

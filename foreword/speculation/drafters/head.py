@@ -23,6 +23,7 @@ from foreword.speculation.drafters.draft_model import (
     TIMED_DRAFT_LEN,
     ChunkImages,
     EagerDraftLoop,
+    check_finite,
 )
 from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
 
@@ -97,9 +98,9 @@ class HeadDrafter(ModelBasedDrafter):
         drafts: list[Draft | None] = [None] * len(requests)
         tokens = self._draft([requests[index] for index in jobs], list(jobs.values()))
         for index, draft in zip(jobs, tokens, strict=True):
-            if draft.token_ids:
-                confidence = tuple(map(math.exp, draft.logprobs))
-                drafts[index] = Draft(draft.token_ids, self.name, confidence)
+            confidence = tuple(map(math.exp, draft.logprobs))
+            drafts[index] = Draft(draft.token_ids, self.name, confidence)
+        check_finite(requests, drafts)
         return drafts
 
     def pass_seconds(self, num_rows: int, num_sampled: int) -> float:

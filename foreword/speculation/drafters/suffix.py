@@ -44,7 +44,8 @@ class SuffixIndex:
         )
         if not self._index:
             raise MemoryError("out of memory for the suffix index")
-        weakref.finalize(self, library.foreword_suffix_delete, self._index)
+        # Not at exit: another thread may still call it, and the process frees its memory anyway.
+        weakref.finalize(self, library.foreword_suffix_delete, self._index).atexit = False
         self._allocate_buffers(0, 0)
 
     def start(self, namespace: int) -> int:

@@ -43,7 +43,7 @@ class TextIndex:
         self._index: int | None = library.foreword_text_new(*arguments)
         if not self._index:
             raise MemoryError("out of memory for the texts of requests")
-        weakref.finalize(self, library.foreword_text_delete, self._index)
+        weakref.finalize(self, library.foreword_text_delete, self._index).atexit = False  # may be in use then
         self._bytes = ctypes.create_string_buffer(MAX_BYTES)
         self._products = array("f", bytes(4 * MAX_BYTES))
         self._outputs = ctypes.addressof(self._bytes), self._products.buffer_info()[0]

@@ -94,6 +94,16 @@ def test_hard_request_is_known_before_its_draft_has_a_confidence() -> None:
     assert rates.expected_prefix_probs(RequestAcceptance(), 1)[0] > 0.4
 
 
+def test_empty_draft_is_a_miss_before_a_draft_is_made() -> None:
+    """A model that finds no token for a request would run for ever; its confidences stay as right."""
+    rates, record = AcceptanceModel(MODEL_PRIORS), RequestAcceptance()
+    before = first(rates, record)
+    for _ in range(30):
+        assert rates.update(Draft((), "draft"), (), record) == 0
+    assert rates.expected_prefix_probs(record, 2)[0] < 0.1
+    assert first(rates, record) == before
+
+
 def test_request_acceptance_forgets() -> None:
     rates, record = AcceptanceModel(), RequestAcceptance()
     taught(rates, record, 0.0, 300)

@@ -13,7 +13,11 @@ from foreword.core.request import Request, RequestState
 from foreword.speculation.draft_length.backoff import MAX_MISSES, MISSES_BEFORE_BACKOFF
 from foreword.speculation.draft_length.controller import DraftLengthController
 from foreword.speculation.draft_length.cost_model import Calibration, PassCost
-from foreword.speculation.draft_length.exploration import EXPLORATION_SHARE, FIRST_SAVED_STEPS
+from foreword.speculation.draft_length.exploration import (
+    EXPLORATION_SHARE,
+    FIRST_EXPLORE_STEP,
+    FIRST_SAVED_STEPS,
+)
 from foreword.speculation.draft_length.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from foreword.speculation.draft_length.regression_watchdog import RegressionWatchdog
 from foreword.speculation.draft_length.row_selection import NEAR_BEST
@@ -561,6 +565,27 @@ def test_draft_model_whose_drafts_are_never_verified_is_paused() -> None:
     assert stats.realised_seconds > 1.05 * stats.plain_seconds > 0.0, "what it cost is reported"
 
 
+def test_draft_model_that_finds_no_token_is_given_up() -> None:
+    """As where a grammar allows none of a head's vocabulary: an empty draft is a miss."""
+    costs = {"draft": PassCost.from_seconds({1: 0.3 * STEP, 100: 0.4 * STEP})}
+    controller, state = DraftLengthController(GPU.calibration(), 8, costs), state_of()
+    controller.start(state)
+    num_planned = 0
+    for _ in range(FIRST_EXPLORE_STEP - 1):
+        request = controller.requests[state.id]
+        request.skip_until, controller.draft_planner.no_plan_until["draft"] = 0, 0
+        proposal = Proposal(DraftRequest(state, 8))
+        if controller.max_draft_len(state) and controller.may_propose("draft", PrefillLoad()):
+            ((length, _),) = controller.plan_draft_model([proposal], PrefillLoad(), "draft", [1])
+            if length:
+                num_planned += 1
+                controller.record_acceptance(state, Draft((), "draft"), ())
+        drafting = controller.next_step.draft_cost
+        controller.select([proposal], PrefillLoad())
+        step(controller, [state], drafting=drafting)
+    assert 4 <= num_planned <= 16
+
+
 def test_improbable_tokens_are_cut_where_rows_cost() -> None:
     """On the machine without free rows they could never pay; one step must have been planned."""
     draft = Draft((1,) * 16, "suffix", (0.8,) * 16)
@@ -632,6 +657,46 @@ def test_unrecorded_step_leaves_no_draft_cost() -> None:
         if number < 30:  # until the exploration budget pays for a model pass
             step(controller, [state], drafting=controller.next_step.draft_cost)
     assert length > 0
+
+
+def test_step_whose_drafting_requests_were_preempted_is_recorded() -> None:
+    """A prompt of better priority took their place: its first chunk bears the passes, the next does not."""
+    costs = {"draft": PassCost.from_seconds({1: STEP / 10, 100: STEP / 8})}
+    controller, state, prompt = DraftLengthController(GPU.calibration(), 8, costs), state_of(), state_of("b")
+    controller.start(state)
+    controller.start(prompt)
+    step(controller, [state])
+    wanted = DraftRequest(state, 8)
+    controller.max_draft_len(state)
+    ((length, _),) = controller.plan_draft_model([Proposal(wanted)], PrefillLoad(), "draft", [1])
+    passes = controller.next_step.draft_cost
+    controller.select([Proposal(wanted, [Draft((1,) * length, "draft")])], PrefillLoad())
+    assert length and passes > 0.0
+    chunk = RequestStep(prompt, 32, 0, False, 0, 32)
+    budget = controller.requests["b"].delay_budget
+    for drafting in (passes, 0.0):
+        ahead_s = budget.ahead_s
+        controller.record_step(StepRecord((chunk,), {"forward": STEP, "draft": drafting}))
+        assert controller.next_step.draft_cost == 0.0
+        assert ahead_s - budget.ahead_s == pytest.approx(drafting)
+    stats = controller.stats()
+    assert stats.realised_seconds == pytest.approx(STEP + passes), "only the first"
+
+
+def test_exploration_that_is_reported_never_falls() -> None:
+    """A probe of the draft model that hit is refunded, one that ended without a score is not."""
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    request, exploration = controller.requests[state.id], controller.exploration
+    exploration.budget.earn(100.0)
+    spent = [0.0]
+    for settle in (lambda: exploration.settle_probe(request, 1), lambda: None, lambda: None):
+        assert exploration.probe_draft_model([request], 0.01)
+        settle()
+        spent.append(controller.stats().exploring_seconds)
+    controller.finish(state.id)
+    spent.append(controller.stats().exploring_seconds)
+    assert spent == pytest.approx([0.0, 0.0, 0.0, 0.01, 0.02])
 
 
 def test_finished_requests_leave_no_state() -> None:

@@ -247,6 +247,15 @@ def test_realised_seconds_include_drafting() -> None:
     assert machine.realised_seconds == pytest.approx(0.523), "planned drafts of which none was verified"
 
 
+def test_planned_passes_before_a_prompt_chunk_are_booked() -> None:
+    """The requests that drafted were preempted: nothing is sampled."""
+    machine = machine_of()
+    chunk = machine.summarize([step_of("a", 0, 0, 32, 32, False)], {})
+    cost, drafting = machine.record_step(chunk, {"forward": 0.01, "draft": 0.002}, 0.002, is_planned=True)
+    assert (cost, drafting) == pytest.approx((machine.step_costs.cost_of(chunk.shape), 0.002))
+    assert machine.realised_seconds == pytest.approx(0.012) and machine.plain_seconds == pytest.approx(cost)
+
+
 def test_pass_costs_are_corrected() -> None:
     machine, plain = machine_of(), machine_of().summarize([step_of("a")], {})
     assert machine.draft_cost("draft", 1, 1, 3) == pytest.approx(0.003)

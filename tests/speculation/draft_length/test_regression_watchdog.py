@@ -88,14 +88,16 @@ def test_skipped_steps_count_as_pause() -> None:
 
 
 def test_exploration_budget_earns_and_refunds() -> None:
+    """What was spent never falls: a metric counts it. Only explorations that did not pay are in it."""
     budget = ExplorationBudget()
     for _ in range(999):
         budget.earn(1.0)
     assert not budget.take(3.0)
-    assert budget.take(2.9) and budget.spent == pytest.approx(2.9)
-    assert not budget.take(0.2)
-    budget.refund(2.9)
-    assert budget.take(2.9) and budget.spent == pytest.approx(2.9)
+    assert budget.reserve(2.9) and not budget.take(0.2) and budget.spent == 0.0
+    budget.settle(2.9, has_paid=True)
+    assert budget.reserve(2.9) and budget.spent == 0.0
+    budget.settle(2.9, has_paid=False)
+    assert not budget.take(0.2) and budget.spent == pytest.approx(2.9)
 
 
 def test_exploration_budget_is_capped() -> None:

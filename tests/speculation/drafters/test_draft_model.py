@@ -383,14 +383,17 @@ def test_timed_model_can_draft_eagerly(checkpoint: Path) -> None:
     assert draft is not None
 
 
-def test_nan_draft_model_can_be_timed(checkpoint: Path, tmp_path: Path) -> None:
+def test_nan_draft_model_is_timed_and_removed_with_one_line(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = write_checkpoint(tmp_path / "broken", "llama", seed=5)
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"] *= torch.nan
     save_file(weights, broken / "model.safetensors")
     llm = load(checkpoint, broken, draft_length="adaptive")
     check_against_plain(llm, checkpoint, LONG)
-    assert not llm.stats.drafter_errors
+    assert llm.stats.drafter_errors == {"draft": 1}
+    assert caplog.text.count("drafter draft failed and is removed: its logits are not finite") == 1
 
 
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5])

@@ -168,7 +168,7 @@ def test_text_only_model_drafts_as_without_images(
 
 
 class Recording:
-    """A DraftLoop that records its jobs and drafts nothing."""
+    """A DraftLoop that records its jobs and drafts one token."""
 
     def __init__(self) -> None:
         self.lanes: list[DraftJob] = []
@@ -180,7 +180,7 @@ class Recording:
         self, jobs: Sequence[DraftJob], block_size: int, never_sampled_ids: Tensor
     ) -> list[DraftTokens]:
         self.lanes += jobs
-        return [DraftTokens((), ())] * len(jobs)
+        return [DraftTokens((1,), (0.0,))] * len(jobs)
 
 
 def test_noise_uses_the_targets_positions(text_checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foreword.config.options import Config
 from foreword.core.batch import Batch, HeadShape, KVShape, SampleRow
 from foreword.core.images import PromptImage
-from foreword.core.outputs import ErrorEvent
+from foreword.core.outputs import Draft, ErrorEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
@@ -154,17 +154,39 @@ def test_prompt_of_one_token_drafts_from_the_second_on(trained: Trained) -> None
     assert verified_drafts(events["one"]) == expected_drafts(trained, text, 1)
 
 
-def test_broken_head_costs_its_drafts_only(trained: Trained, tmp_path: Path) -> None:
-    """NaN logits: drafts end before them, and answers go on."""
+@pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
+@pytest.mark.parametrize("cpu_isa", ["auto", "reference"])
+def test_head_without_finite_logits_is_removed_with_one_line(
+    trained: Trained,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    draft_length: str,
+    cpu_isa: str,
+) -> None:
+    """It drafts once, and answers go on."""
+    calls: list[int] = []
+    propose = HeadDrafter.propose
+
+    def counted(drafter: HeadDrafter, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        calls.append(len(requests))
+        return propose(drafter, requests)
+
+    monkeypatch.setattr(HeadDrafter, "propose", counted)
     head = write_random_head(tmp_path / "head", trained.model)
     change_tensors(head, **{"lm_head.weight": lambda x: x * float("nan")})
-    engine = engine_with(trained.model, head)
+    engine = engine_with(trained.model, head, draft_length=draft_length, cpu_isa=cpu_isa)
+    run(engine, requests())
     events = run(engine, requests())
     assert all(not isinstance(event, ErrorEvent) for each in events.values() for event in each)
     assert [tokens_of(events[str(n)]) for n in range(6)] == [
         text[len(prompt) :] for text, prompt in zip(trained.texts, PROMPTS, strict=True)
     ]
-    assert not any(verified_drafts(each) for each in events.values()) and not engine.proposer.errors
+    assert not any(verified_drafts(each) for each in events.values())
+    assert len(calls) == 1 and engine.proposer.errors == {"eagle3": 1}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line.startswith("drafter eagle3 failed and is removed: its logits are not finite")
+    engine.proposer.check()
 
 
 def test_controller_measures_the_passes_of_the_head(trained: Trained) -> None:

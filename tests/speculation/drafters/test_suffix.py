@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.drafters.suffix import BYTES_PER_SLOT, SuffixDrafter, _Namespaces
+from foreword.core.structured_output import Vocabulary
+from foreword.speculation.drafters.suffix import BYTES_PER_SLOT, SuffixDrafter, SuffixIndex, _Namespaces
+from foreword.speculation.drafters.text import TextIndex
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import SHARED_FIXTURES
 from tests.support.fakes import extended
@@ -53,6 +56,32 @@ def test_drafts_from_the_own_text(library: ctypes.CDLL) -> None:
     assert draft_ids(drafter, state) == (4, 5, 6, 7)
     state.append([4, 5])
     assert draft_ids(drafter, state, run=[6], max_tokens=1) == (7,)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda library: SuffixIndex(library, 0, ()),
+        lambda library: TextIndex(library, Vocabulary((b"a",), (), (0,))),
+    ],
+    ids=["suffix", "text"],
+)
+def test_index_is_not_deleted_at_exit(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, make: Callable[[ctypes.CDLL], object]
+) -> None:
+    """A daemon thread may still be in a call, which does not hold the interpreter's lock."""
+    finalizers: list[weakref.finalize] = []
+
+    class Recorded(weakref.finalize):  # type: ignore[type-arg]
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            finalizers.append(self)
+
+    monkeypatch.setattr(weakref, "finalize", Recorded)
+    index = make(library)
+    assert [finalizer.atexit for finalizer in finalizers] == [False] and finalizers[0].alive
+    del index
+    assert not finalizers[0].alive
 
 
 def test_text_is_indexed_once(library: ctypes.CDLL) -> None:
