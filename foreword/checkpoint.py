@@ -75,8 +75,9 @@ def _resolve_paths(config: Config) -> tuple[Config, str | None]:
     config = replace(config, model=str(path))
     if config.draft_model is None and items & {"auto", "mtp"}:
         if brings_mtp_head(path):
-            speculate = with_head(config.speculate, "mtp", name)
-            return replace(config, draft_model=str(path), speculate=speculate), "mtp"
+            is_optional, speculate = "mtp" not in items, with_head(config.speculate, "mtp", name)
+            config = replace(config, draft_model=str(path), is_head_optional=is_optional)
+            return replace(config, speculate=speculate), "mtp"
         if "mtp" in items:
             raise ConfigError(f"speculate: `mtp`: {name} has no MTP head that runs here", "speculate")
     if not config.runs_draft_model:
