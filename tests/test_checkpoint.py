@@ -62,6 +62,23 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
 
 
+def test_vllm_config_names_a_head_by_its_folder_alone(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    head = write_random_head(tmp_path / "head", checkpoint)
+    given = {"model": str(head), "parallel_drafting": True, "disable_by_batch_size": 8}
+    config = Config(model=str(checkpoint), speculative_config=json.dumps(given))
+    prepared = prepare_checkpoint(config).config
+    assert prepared.drafter_names() == ("eagle3",) and resolve_paths(prepared) == prepared
+    notes = LLM(str(checkpoint), max_model_len=64, speculative_config=given).info.resolved.notes
+    assert [note.split(" has no effect")[0] for note in notes] == [
+        "speculative_config: disable_by_batch_size",
+        "speculative_config: parallel_drafting",
+    ]
+    text = json.dumps(given | {"model": str(checkpoint)})
+    with pytest.raises(ConfigError, match="parallel_drafting can only be false with draft_model"):
+        prepare_checkpoint(replace(config, speculative_config=text))
+
+
 def test_heads_of_the_eagle_family_are_known_by_their_names(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     head = write_random_head(tmp_path / "head", checkpoint)

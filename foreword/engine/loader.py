@@ -14,6 +14,7 @@ import torch
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
+from foreword.config.speculative_config import apply_speculative_config
 from foreword.config.units import parse_cpus
 from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
@@ -63,7 +64,8 @@ def load(
     kv_memory  outlives the engine, and may have blocks of the one before; None: private memory
     Raises ConfigError or CheckpointError.
     """
-    assert config.model is not None and config.speculative_config is None, "the config is not prepared"
+    is_prepared = config.model is not None and apply_speculative_config(config) == config
+    assert is_prepared, "the config is not prepared"
     config, target, draft_model = _read_infos(config)
     started = time.perf_counter()
     chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
