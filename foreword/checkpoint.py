@@ -10,7 +10,7 @@ from pathlib import Path
 from foreword.chat_formats.families import FORMATS
 from foreword.config.drafters import with_head
 from foreword.config.options import Config
-from foreword.config.speculative_config import apply_speculative_config
+from foreword.config.speculative_config import apply_speculative_config, check_draft_model_options
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
 from foreword.multimodal.image_processor import ImageProcessor
@@ -75,8 +75,9 @@ def _resolve_paths(config: Config) -> tuple[Config, str | None]:
     config = replace(config, model=str(path))
     if config.draft_model is None and items & {"auto", "mtp"}:
         if brings_mtp_head(path):
-            speculate = with_head(config.speculate, "mtp", name)
-            return replace(config, draft_model=str(path), speculate=speculate), "mtp"
+            is_optional, speculate = "mtp" not in items, with_head(config.speculate, "mtp", name)
+            config = replace(config, draft_model=str(path), is_head_optional=is_optional)
+            return replace(config, speculate=speculate), "mtp"
         if "mtp" in items:
             raise ConfigError(f"speculate: `mtp`: {name} has no MTP head that runs here", "speculate")
     if not config.runs_draft_model:
@@ -85,6 +86,8 @@ def _resolve_paths(config: Config) -> tuple[Config, str | None]:
     drafter = BUNDLED[name][1] if name in BUNDLED else resolve_path(name)
     method = head_method(drafter, path)
     speculate = with_head(config.speculate, method, name)
+    if method is None:
+        check_draft_model_options(config)
     return replace(config, draft_model=str(drafter), speculate=speculate), method
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from foreword.weights.unsupported_families import TYPES_WITH_STATES, describe_ch
 from tests.support.checkpoints import (
     STATE_FAMILIES,
     VOCAB_SIZE,
+    change_config,
     write_checkpoint,
     write_config,
     write_json,
@@ -58,6 +60,37 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"<|im_start|>", b"<|im_begin|>"))
     with pytest.raises(ConfigError, match=r"tokenizer differs.*id 258 is '<\|im_start\|>' in the one"):
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
+
+
+def test_vllm_config_names_a_head_by_its_folder_alone(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    head = write_random_head(tmp_path / "head", checkpoint)
+    given = {"model": str(head), "parallel_drafting": True, "disable_by_batch_size": 8}
+    config = Config(model=str(checkpoint), speculative_config=json.dumps(given))
+    prepared = prepare_checkpoint(config).config
+    assert prepared.drafter_names() == ("eagle3",) and resolve_paths(prepared) == prepared
+    notes = LLM(str(checkpoint), max_model_len=64, speculative_config=given).info.resolved.notes
+    assert [note.split(" has no effect")[0] for note in notes] == [
+        "speculative_config: disable_by_batch_size",
+        "speculative_config: parallel_drafting",
+    ]
+    text = json.dumps(given | {"model": str(checkpoint)})
+    with pytest.raises(ConfigError, match="parallel_drafting can only be false with draft_model"):
+        prepare_checkpoint(replace(config, speculative_config=text))
+
+
+def test_heads_of_the_eagle_family_are_known_by_their_names(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    head = write_random_head(tmp_path / "head", checkpoint)
+    config = Config(model=str(checkpoint), draft_model=str(head))
+    for name in ("Eagle3Qwen3vlForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "PEagleDraftModel"):
+        change_config(head, architectures=[name])
+        assert "eagle3" in prepare_checkpoint(config).config.drafter_names()
+    for name in ("Eagle3DeepseekV2ForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"):
+        change_config(head, architectures=[name])
+        for speculate in ("auto", "eagle3"):
+            with pytest.raises(CheckpointError, match=f"trained head of the kind {name} is not supported"):
+                prepare_checkpoint(replace(config, speculate=speculate))
 
 
 def test_trained_head_needs_no_tokenizer(tmp_path: Path) -> None:

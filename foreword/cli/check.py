@@ -97,6 +97,8 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
     drafter = None
     if config.runs_draft_model:
         drafter = yield from _check_draft_model(config)
+        if drafter is None and config.is_head_optional:
+            config = config.without_optional_head()
     if target is None or (drafter is None and config.runs_draft_model):
         return
     has_draft_model = drafter is not None and not drafter.is_head
@@ -143,7 +145,10 @@ def _check_draft_model(config: Config) -> Generator[CheckResult, None, ModelInfo
     try:
         facts = read_drafter_info(config)
     except ForewordError as error:
-        yield CheckResult(False, f"trained head: {error}")
+        if config.is_head_optional:
+            yield CheckResult(None, f"the MTP head, which drafts, is not used: {error}")
+        else:
+            yield CheckResult(False, f"trained head: {error}")
         return None
     assert facts is not None
     size = format_count(facts.parameters)

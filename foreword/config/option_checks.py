@@ -26,6 +26,8 @@ def check_options(config: Config) -> None:
     for item in fields(config):
         name, value = item.name, getattr(config, item.name)
         _check_type(name, value, str(item.type))
+        if not item.metadata:  # no option
+            continue
         choices = item.metadata["choices"]
         if choices and value not in (*choices, item.default):
             hint = did_you_mean(str(value), choices)

@@ -452,6 +452,9 @@ class Config:
         False, "attach a hash of the raw logits to every token (slow; for exactness tests)"
     )
 
+    # No option: resolve_paths() sets it where `auto` chose the MTP head, without which the model runs too
+    is_head_optional: bool = False
+
     def __post_init__(self) -> None:
         check_options(self)
 
@@ -485,6 +488,12 @@ class Config:
         """With the other drafters of `speculate`."""
         items = [item for item in map(str.strip, self.speculate.split(",")) if item != plugin.item]
         return replace(self, speculate=",".join(items) or "off")
+
+    def without_optional_head(self) -> Config:
+        """Without the MTP head that `auto` chose."""
+        assert self.is_head_optional
+        items = [item for item in map(str.strip, self.speculate.split(",")) if item != "mtp"]
+        return replace(self, speculate=",".join(items), draft_model=None, is_head_optional=False)
 
     def _drafters(self) -> list[str | DrafterPlugin]:
         drafters = parse_drafters(self.speculate, self.draft_model, self.replay_file)
@@ -540,5 +549,5 @@ class Config:
 
 
 def option_fields() -> tuple[Any, ...]:
-    """Dataclass fields of Config, in order."""
-    return fields(Config)
+    """Dataclass fields of Config that are options, in order."""
+    return tuple(item for item in fields(Config) if item.metadata)

@@ -24,6 +24,7 @@ IGNORED_SPECULATIVE_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
     "rejection_sample_method": (("strict", "standard", "block"), "acceptance is always exact"),
     "enforce_eager": ((), "--enforce-eager applies to both models"),
     "max_model_len": ((), "the draft model's own context applies"),
+    "parallel_drafting": ((), "a head's own config says how it drafts"),
     "suffix_decoding_max_tree_depth": ((), SUFFIX_SIZES),
     "suffix_decoding_max_cached_requests": ((), SUFFIX_SIZES),
     "suffix_decoding_max_spec_factor": ((), SUFFIX_SIZES),
@@ -43,7 +44,17 @@ def apply_speculative_config(config: Config) -> Config:
         return replace(config, speculative_config=rest)
     if config.speculate != "auto":
         raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
-    return replace(config, speculative_config=rest, **_parse_speculative_config(given))
+    changes = _parse_speculative_config(given, config.model, bool(ignored.get("parallel_drafting")))
+    return replace(config, speculative_config=rest, **changes)
+
+
+def check_draft_model_options(config: Config) -> None:
+    """Check the options that are kept of `speculative_config` for a draft model that is no head.
+
+    Raises ConfigError.
+    """
+    if "parallel_drafting" in ignored_speculative_fields(config):
+        raise _not_parallel("draft_model")
 
 
 def ignored_speculative_fields(config: Config) -> dict[str, str]:
@@ -61,6 +72,8 @@ def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]
     if not isinstance(given, Mapping):
         raise ConfigError("speculative_config must be a JSON object", "speculative_config")
     given = {name: value for name, value in given.items() if value is not None}
+    if not given.get("parallel_drafting", True):
+        del given["parallel_drafting"]
     ignored = {name: given.pop(name) for name in IGNORED_SPECULATIVE_FIELDS if name in given}
     for name in list(ignored):
         accepted, reason = IGNORED_SPECULATIVE_FIELDS[name]
@@ -73,10 +86,10 @@ def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]
     return given, ignored
 
 
-def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
+def _parse_speculative_config(given: dict[str, Any], target: str | None, is_parallel: bool) -> dict[str, Any]:
+    """The options that `given` stands for; `target` is that of the model. Raises ConfigError."""
     changes = {name: given.pop(name) for name in SPECULATIVE_NUMBERS if name in given}
     model, method = given.pop("model", None), given.pop("method", None)
-    is_parallel = given.pop("parallel_drafting", False)
     has_no_model = model in (None, "ngram", "[ngram]")
     if given:
         name = sorted(map(str, given))[0]
@@ -87,22 +100,24 @@ def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
         if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
             return changes  # limits of the drafters that `speculate` names
         method = "ngram" if has_no_model else "draft_model"
+        is_parallel = is_parallel and has_no_model  # else it may be a head: only its files tell
     if is_parallel and method not in HEAD_DRAFTERS:
-        problem = f"parallel_drafting can only be false with {method}: only trained heads draft in one pass"
-        raise ConfigError(f"speculative_config: {problem}", "speculative_config")
+        raise _not_parallel(method)
     if method in ("ngram", "suffix") and has_no_model:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
     if method == "mtp" or str(method).endswith("_mtp"):
-        if model is not None:
-            problem = f"{method} takes no model, got {model!r:.80}: the target brings the head"
-            raise ConfigError(f"speculative_config: {problem}", "speculative_config")
-        return {**changes, "speculate": "mtp"}
+        return {**changes, "speculate": "mtp", "draft_model": None if model == target else model}
     if method in HEAD_DRAFTERS and isinstance(model, str):
         return {**changes, "speculate": str(method), "draft_model": model}
-    kinds = "ngram, suffix or mtp, or with a model draft_model, eagle3 or dflash"
+    kinds = "ngram, suffix or mtp, or with a model draft_model, eagle3, dflash or mtp"
     problem = f"method must be {kinds}, got {method!r}"
     if TRAINED_HEADS.search(str(method).lower()) and method not in HEAD_DRAFTERS:
         problem += ": this kind of head is not supported yet"
     raise ConfigError(f"speculative_config: {problem}", "speculative_config")
+
+
+def _not_parallel(method: object) -> ConfigError:
+    problem = f"parallel_drafting can only be false with {method}: only trained heads draft in one pass"
+    return ConfigError(f"speculative_config: {problem}", "speculative_config")

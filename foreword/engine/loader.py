@@ -14,6 +14,7 @@ import torch
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
+from foreword.config.speculative_config import apply_speculative_config
 from foreword.config.units import parse_cpus
 from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
@@ -21,7 +22,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import compute_types, types_in_use
 from foreword.engine.kv_tiers import adopt_blocks, make_prefix_loader
 from foreword.engine.memory_profiler import oom_message
-from foreword.errors import ConfigError
+from foreword.errors import CheckpointError, ConfigError
 from foreword.kernels.cpu.library import load_library
 from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_reason
 from foreword.kernels.ops import Ops
@@ -63,9 +64,9 @@ def load(
     kv_memory  outlives the engine, and may have blocks of the one before; None: private memory
     Raises ConfigError or CheckpointError.
     """
-    assert config.model is not None and config.speculative_config is None, "the config is not prepared"
-    target = read_model_info(Path(config.model), config.gguf_dequantize)
-    draft_model = read_drafter_info(config)
+    is_prepared = config.model is not None and apply_speculative_config(config) == config
+    assert is_prepared, "the config is not prepared"
+    config, target, draft_model = _read_infos(config)
     started = time.perf_counter()
     chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
     if resolved is not None and resolved.device == "cuda":
@@ -143,6 +144,22 @@ def read_drafter_info(config: Config) -> ModelInfo | None:
     return info
 
 
+def _read_infos(config: Config) -> tuple[Config, ModelInfo, ModelInfo | None]:
+    """The config, the model, and its draft model or head.
+
+    An optional head that cannot be loaded is left out, with a note. Raises ConfigError, CheckpointError.
+    """
+    target = read_model_info(Path(str(config.model)), config.gguf_dequantize)
+    try:
+        return config, target, read_drafter_info(config)
+    except CheckpointError as error:
+        if not config.is_head_optional:
+            raise
+        note = f"the MTP head, which drafts, is not used: {error}"
+        target = replace(target, unused_parts=(*target.unused_parts, note))
+        return config.without_optional_head(), target, None
+
+
 def make_plugins(
     config: Config,
     resolved: ResolvedConfig,
@@ -192,8 +209,7 @@ def detect_hardware(
 
 def describe_model(config: Config) -> ModelDescription:
     """Read headers and configs only. Raises ConfigError or CheckpointError."""
-    target = read_model_info(Path(str(config.model)), config.gguf_dequantize)
-    drafter = read_drafter_info(config)
+    config, target, drafter = _read_infos(config)
     hardware = detect_hardware(config, target)
     if config.cpus is not None:
         hardware = replace(hardware, cores=len(parse_cpus(config.cpus)))

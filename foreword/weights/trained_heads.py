@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,8 @@ HEADS = MappingProxyType(
         "LlamaForCausalLMEagle3": "eagle3",
         "Eagle3LlamaForCausalLM": "eagle3",
         "LlamaEagle3ForCausalLM": "eagle3",
+        "Eagle3Qwen2_5vlForCausalLM": "eagle3",
+        "Eagle3Qwen3vlForCausalLM": "eagle3",
         "Eagle3Speculator": "eagle3",
         "Eagle3DraftModel": "eagle3",
         "eagle3": "eagle3",
@@ -40,7 +43,8 @@ HEADS = MappingProxyType(
         "Gemma4UnifiedAssistantForCausalLM": "mtp",
     }
 )
-
+# Names of heads of the EAGLE family; vision-language models of a family called Eagle have others
+EAGLE_HEAD = re.compile("eagle(?!.*ForConditionalGeneration)", re.IGNORECASE)
 
 QWEN_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 DEEPSEEK_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -86,7 +90,7 @@ class MTPNames:
 def head_method(path: Path, target: Path | None = None) -> str | None:
     """The drafter of the trained head in `path`; None: it is no head, or cannot be read.
 
-    The head in the checkpoint `target` itself is an MTP head.
+    The head in the checkpoint `target` itself is an MTP head. Raises CheckpointError for another EAGLE head.
     """
     if path == target:
         return "mtp" if brings_mtp_head(path) else None
@@ -97,11 +101,17 @@ def head_method(path: Path, target: Path | None = None) -> str | None:
     except CheckpointError:
         return None
     architectures = config.get("architectures")
-    names = [
+    values = [
         config.get("speculators_model_type"),
         *(architectures if isinstance(architectures, list) else ()),
     ]
-    return next((HEADS[name] for name in names if isinstance(name, str) and name in HEADS), None)
+    names = [value for value in values if isinstance(value, str)]
+    known = [HEADS[name] for name in names if name in HEADS]
+    for name in names:
+        if not known and EAGLE_HEAD.search(name):
+            problem = f"a trained head of the kind {name:.80} is not supported"
+            raise CheckpointError(f"{path}: {problem}; EAGLE-3 heads of Llama's layers are", "draft_model")
+    return next(iter(known), None)
 
 
 def brings_mtp_head(path: Path) -> bool:

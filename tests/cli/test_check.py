@@ -27,7 +27,7 @@ from foreword.planning.memory import format_bytes
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
 from tests.support.block_heads import dflash_config, dflash_tensors
-from tests.support.checkpoints import change_config, write_checkpoint, write_json
+from tests.support.checkpoints import change_config, change_tensors, write_checkpoint, write_json
 from tests.support.engines import load_engine, make_request, run
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.heads import write_head, write_random_head
@@ -279,6 +279,18 @@ def test_mtp_head_of_the_model_is_no_draft_model(tmp_path: Path, capsys: pytest.
         text = check(capsys, str(model), *options)[1]
         num_read = read_head_info(model, model).parameters + num_rows * 64  # of the model's output layer
         assert f"a draft token reads at most {num_read / info.parameters:.1%} of the model's" in text
+
+
+def test_mtp_head_that_cannot_load_is_a_note_unless_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_mtp_checkpoint(tmp_path / "model", "qwen3_5_text")
+    change_tensors(model, **{"mtp.layers.0.mlp.down_proj.weight": None})
+    code, text = check(capsys, str(model))
+    assert code == 0 and re.search(r"note the MTP head, which drafts, is not used: .*down_proj", text)
+    assert "speculation: grammar, prediction, suffix, text;" in text
+    code, text = check(capsys, str(model), "--speculate", "mtp")
+    assert code == 1 and re.search(r"no   trained head: .*down_proj", text)
 
 
 def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

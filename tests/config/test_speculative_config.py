@@ -21,6 +21,9 @@ from foreword.errors import ConfigError
         ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
         ({"method": "mtp", "num_speculative_tokens": 2}, ("mtp", None, 2, 4)),
         ({"method": "qwen3_next_mtp"}, ("mtp", None, None, 4)),
+        ({"method": "gemma4_mtp", "model": "assistant"}, ("mtp", "assistant", None, 4)),
+        ({"method": "mtp", "model": "target"}, ("mtp", None, None, 4)),
+        ({"model": "head", "parallel_drafting": True}, ("draft", "head", None, 4)),
         ({"method": "eagle3", "model": "head"}, ("eagle3", "head", None, 4)),
         ({"method": "eagle3", "model": "head", "parallel_drafting": True}, ("eagle3", "head", None, 4)),
         ({"method": "dflash", "model": "head", "num_speculative_tokens": 15}, ("dflash", "head", 15, 4)),
@@ -33,7 +36,8 @@ from foreword.errors import ConfigError
     ],
 )
 def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    config = apply_speculative_config(Config(speculative_config=json.dumps(given)))
+    config = apply_speculative_config(Config(model="target", speculative_config=json.dumps(given)))
+    assert apply_speculative_config(config) == config
     assert (
         config.speculate,
         config.draft_model,
@@ -53,11 +57,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"method": "eagle3"}', "or with a model draft_model, eagle3 or dflash, got 'eagle3'"),
-        (
-            '{"method": "deepseek_mtp", "model": "m"}',
-            "deepseek_mtp takes no model, got 'm': the target brings the head",
-        ),
+        ('{"method": "eagle3"}', "or with a model draft_model, eagle3, dflash or mtp, got 'eagle3'"),
         ('{"tree": 1}', "'tree'; known: method, model, parallel_drafting, num_speculative_tokens, "),
         (
             '{"rejection_sample_method": "synthetic"}',
@@ -72,7 +72,12 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
             "parallel_drafting can only be false with draft_model: only trained heads draft in one pass",
         ),
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
-        ('{"method": "draft_model"}', "or with a model draft_model, eagle3 or dflash, got 'draft_model'"),
+        (
+            '{"method": "draft_model"}',
+            "or with a model draft_model, eagle3, dflash or mtp, got 'draft_model'",
+        ),
+        ('{"parallel_drafting": true, "prompt_lookup_max": 3}', "can only be false with ngram"),
+        ('{"method": "suffix", "parallel_drafting": true}', "can only be false with suffix"),
     ],
 )
 def test_refused_speculative_config_names_the_accepted_values(text: str, part: str) -> None:

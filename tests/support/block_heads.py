@@ -203,7 +203,7 @@ BlockReference = ReferenceDFlash | ReferencePEagle
 def dflash_config(model: Path, **options: Any) -> dict[str, Any]:
     """The original's layout for a target of two layers: `target_layer_ids` name them by their outputs."""
     config = head_config(model)
-    for key in ("eagle_config", "architectures"):
+    for key in ("eagle_aux_hidden_state_layer_ids", "eagle_config", "architectures"):
         del config[key]
     own = {"mask_token_id": MASK_ID, "target_layer_ids": [each - 1 for each in AUX_LAYERS[1:]]}
     return {

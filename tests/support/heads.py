@@ -245,10 +245,10 @@ def head_config(model: Path, **options: Any) -> dict[str, Any]:
     """A config of the original's layout for a target; tests have few layers, so it names all layers."""
     target = json.loads((model / "config.json").read_text())
     target |= target.get("text_config", {})
-    eagle = {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "use_aux_hidden_state": True}
+    layers = {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS)}
     size = target["hidden_size"]
     sizes = {"vocab_size": target["vocab_size"], "hidden_size": size, "head_dim": size // 4}
-    return {**HEAD_CONFIG, **sizes, "eagle_config": eagle, **options}
+    return {**HEAD_CONFIG, **sizes, **layers, "eagle_config": {"use_aux_hidden_state": True}, **options}
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

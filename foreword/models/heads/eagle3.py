@@ -47,14 +47,18 @@ MASK_TOKENS = 8  # drafted in one pass if the config does not say how many: as p
 # Of the first layer: in the original's files, in those of speculators, and in GGUF files by our names
 LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # model types of the layer: all are built as Llama's
+WINDOW_KEYS = ("max_window_layers", "use_sliding_window", "sliding_window")  # of Qwen
 # What training and the training framework write, without effect here
 UNUSED_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-# eagle_config of TensorRT's exporter: these are what EAGLE-3 is
+# eagle_config of NVIDIA's ModelOpt: these are what EAGLE-3 is
 EAGLE_CONFIG_VALUES = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
 }
 
 
@@ -77,6 +81,7 @@ class Eagle3Config:
         """config.json in the original's or speculators' format. Raises CheckpointError."""
         section = config.get_section("transformer_layer_config")
         is_original = section is None
+        config = _without_windows(config) if is_original else config
         parallel = _read_parallel(config)
         head = config if section is None else config.without(UNUSED_KEYS)
         aux_layers = _read_aux_layers(head)
@@ -94,7 +99,7 @@ class Eagle3Config:
             for key in ("speculators_model_type", "transformer_layer_config", *MASK_KEYS):
                 head.get(key, None)
             head.require_value("tie_word_embeddings", False)
-            layer = _read_layer(section.with_defaults({"dtype": head.get_dtype()}))
+            layer = _read_layer(_without_windows(section).with_defaults({"dtype": head.get_dtype()}))
             head.check_all_read()
         return cls(
             replace(layer, takes_lora=False),
@@ -104,6 +109,15 @@ class Eagle3Config:
             **options,
             parallel=parallel,
         )
+
+
+def _without_windows(config: ConfigReader) -> ConfigReader:
+    """Without Qwen's window options, which SpecForge copies from the target, unless they turn windows on."""
+    if config.get_bool("use_sliding_window", False):
+        return config.without(())  # unread
+    if "use_sliding_window" not in config:
+        return config.without(("max_window_layers",))
+    return config.without(WINDOW_KEYS).with_defaults({"sliding_window": None})
 
 
 def _read_layer(config: ConfigReader) -> DecoderConfig:
@@ -118,7 +132,8 @@ def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
     for key in mask_keys:
         config.get(key)
     is_parallel = config.get_bool("parallel_drafting", bool(mask_keys))
-    if not is_parallel and config.get("speculators_model_type", None) != "peagle":
+    kinds = [config.get("speculators_model_type", None), *(config.get_strs("architectures") or ())]
+    if not is_parallel and not any(str(kind).lower().startswith("peagle") for kind in kinds):
         return None
     if not mask_keys:
         names = ", ".join(MASK_KEYS)
@@ -130,11 +145,14 @@ def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
 
 
 def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
-    """The layers that the config names, in `eagle_config` or outside of it."""
+    """The layers that the config names: outside of `eagle_config` by their input, in it by their output.
+
+    vLLM reads the former alone; ModelOpt and SpecForge write the latter, and SGLang reads them.
+    """
     eagle = head.get_section("eagle_config") or ConfigReader({}, f"{head.source}: eagle_config")
     for name, value in EAGLE_CONFIG_VALUES.items():
         eagle.require_value(name, value)
-    named = eagle if AUX_LAYERS_KEY in eagle else head
+    named, offset = (eagle, 1) if AUX_LAYERS_KEY in eagle else (head, 0)
     values: Any = named.get(AUX_LAYERS_KEY, None)
     eagle.check_all_read()
     if not values:
@@ -145,7 +163,7 @@ def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
         or not all(type(x) is int for x in values)
     ):
         raise named.error(AUX_LAYERS_KEY, f"must be a list of {NUM_AUX_LAYERS} layers, got {values!r:.60}")
-    return tuple(values)
+    return tuple(each + offset for each in values)
 
 
 class Eagle3:

@@ -63,12 +63,13 @@ def _limits(model: ManagedModel, served: ServedName) -> dict[str, Any]:
         return {"max_model_len": None if encoder is None else encoder.max_tokens}
     limits = [model.max_model_len, None if variant is None else variant.max_model_len]
     defaults = {} if loaded is None else loaded.tokenizer.generation_config.as_dict()
+    info = None if loaded is None else loaded.client.info
     sees = loaded is not None and loaded.image_intake is not None
     return {
         "max_model_len": min((limit for limit in limits if limit is not None), default=None),
         "sampling_defaults": {**defaults, **({} if variant is None else variant.sampling)},
         "input_modalities": ["text", "image"] if sees else ["text"],
-        "drafters": [] if loaded is None else list(loaded.config.drafter_names()),
+        "drafters": [] if info is None else list(info.resolved.drafters),
     }
 
 

@@ -48,7 +48,7 @@ def open_eagle3(path: Path) -> Eagle3File:
     )
     layers_key = OLDER_LAYERS_KEY if OLDER_LAYERS_KEY in keys else LAYERS_KEY
     options |= {
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": keys.get(layers_key)},
+        "eagle_aux_hidden_state_layer_ids": keys.get(layers_key),  # by their input
         "target_hidden_size": keys.get_int("target_hidden_size"),
         **{name: keys.get_bool(name, False) for name in FLAGS},
         "draft_vocab_size": options["vocab_size"] if ids is None else ids.num_values,

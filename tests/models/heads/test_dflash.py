@@ -166,6 +166,7 @@ def written_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
             "draft_vocab_size": layout.draft_size,
         }
     own = ("eagle_config", "dflash_config", "architectures", "block_size", "num_target_layers", "pard_token")
+    own += ("eagle_aux_hidden_state_layer_ids",)
     layer = {key: value for key, value in config.items() if key not in own}
     size = {"draft_vocab_size": layout.draft_size or config["vocab_size"], "mask_token_id": MASK_ID}
     if layout.kind == "dflash":

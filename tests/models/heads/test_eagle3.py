@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foreword.errors import CheckpointError
+from foreword.models.heads.eagle3 import Eagle3Config
 from foreword.models.heads.head_loader import read_head_info
+from foreword.weights.config_reader import ConfigReader, read_json
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.head_runner import BACKENDS, DRAFT, HeadRunner, check_memory
@@ -125,7 +127,7 @@ def make_bed(folder: Path, layout: Layout) -> Bed:
 def written_config(config: dict[str, Any], layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
     if not layout.speculators:
         return config
-    own = ("eagle_config", "architectures", "draft_vocab_size")
+    own = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "architectures", "draft_vocab_size")
     layer = {key: value for key, value in config.items() if key not in own}
     if options.pop("qk_norm", False):
         layer |= {"model_type": "qwen3", "attention_bias": False}
@@ -217,13 +219,33 @@ def test_first_token_is_never_seen(original: Bed) -> None:
 MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hidden size": ({"target_hidden_size": 96}, {}, "hidden size 96, this one has 64"),
     "vocabulary": ({"vocab_size": 300}, {}, "300 tokens, this one has 272"),
-    "layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {}, "the model has 2"),
-    "default layers": ({"eagle_config": ...}, {}, "reads layers 2, 1, -1, the model has 2"),
+    "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, {}, "the model has 2"),
+    "nested layers": (
+        {
+            "eagle_aux_hidden_state_layer_ids": ...,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
+        {},
+        "reads layers 1, 2, 3, the model has 2",
+    ),
+    "default layers": (
+        {"eagle_aux_hidden_state_layer_ids": ...},
+        {},
+        "reads layers 2, 1, -1, the model has 2",
+    ),
     "d2t": ({}, {"d2t": None}, "lacks the tensor `d2t`"),
     "size of d2t": ({}, {"d2t": lambda x: x[:-1].clone()}, "`d2t` is \\[89\\], not \\[90\\]"),
     "ids in d2t": ({}, {"d2t": lambda x: x + 200}, "outside of the model's vocabulary of 272"),
     "same ids in d2t": ({}, {"d2t": lambda x: x * 0 - torch.arange(90)}, "two of its tokens"),
-    "number of layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, {}, "list of 3 layers"),
+    "number of layers": ({"eagle_aux_hidden_state_layer_ids": [1]}, {}, "list of 3 layers"),
+    "layers twice": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}},
+        {},
+        "`eagle_aux_hidden_state_layer_ids` = .* is not supported",
+    ),
+    "windows of Llama": ({"use_sliding_window": True}, {}, "`use_sliding_window` = true is not supported"),
+    "several steps": ({"eagle_config": {"parallel_draft_step": 4}}, {}, "`parallel_draft_step` must be 1"),
+    "P-EAGLE": ({"architectures": ["PEagleDraftModel"]}, {}, "needs the id of its mask token"),
     "option": ({"parallel_drafting": True}, {}, "needs the id of its mask token"),
     "layers of the head": ({"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight` .* is missing"),
     "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, qwen2, qwen3"),
@@ -251,6 +273,46 @@ def test_mask_token_without_parallel_drafting_has_no_effect(tmp_path: Path) -> N
     change_config(bed.path, parallel_drafting=False, pard_token=5)
     info = read_head_info(bed.path, bed.model)
     assert info.architecture == "eagle3" and info.draft_tokens_per_pass == 1
+
+
+# As SpecForge and ModelOpt write them beside the layer's own options
+COPIED: dict[str, dict[str, Any]] = {
+    "Qwen 3": {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False},
+    "Qwen 2.5": {"max_window_layers": 24, "sliding_window": 131072, "use_sliding_window": False},
+    "Mistral": {"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False},
+    "layers alone": {"max_window_layers": 36},
+    "ModelOpt": {
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_options_of_trainers_without_effect(name: str, tmp_path: Path) -> None:
+    bed = make_bed(tmp_path, LAYOUTS["original"])
+    expected = read_head_info(bed.path, bed.model)
+    change_config(bed.path, **COPIED[name])
+    assert read_head_info(bed.path, bed.model) == expected
+
+
+def test_layer_ids_name_inputs_outside_of_eagle_config_and_outputs_in_it(tmp_path: Path) -> None:
+    path = make_bed(tmp_path, LAYOUTS["original"]).path
+
+    def read() -> tuple[int, ...] | None:
+        return Eagle3Config.read(ConfigReader(read_json(path / "config.json"), "config.json")).aux_layers
+
+    assert read() == AUX_LAYERS == (0, 1, 2)
+    key = "eagle_aux_hidden_state_layer_ids"
+    change_config(path, **{key: ..., "eagle_config": {key: [1, 11, 21]}})
+    assert read() == (2, 12, 22)
 
 
 def test_borrowed_embedding_needs_the_hidden_size_of_the_target(tmp_path: Path) -> None:

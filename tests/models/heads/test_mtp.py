@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from foreword import LLM
+from foreword.checkpoint import resolve_paths
+from foreword.config.options import Config
+from foreword.engine.loader import describe_model
 from foreword.errors import CheckpointError
 from foreword.models.heads.head_loader import read_head_info
 from foreword.models.model_loader import read_model_info
@@ -117,6 +122,35 @@ def test_head_is_found_by_its_tensors(tmp_path: Path) -> None:
     assert not brings_mtp_head(path)
     (part,) = read_model_info(path).unused_parts
     assert part.startswith("the MTP head, which drafts, is not used")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("qwen3_5_text", "mtp.layers.0.mlp.down_proj.weight", None),
+        ("qwen3_5_text", "mtp.embed_tokens.weight", torch.zeros(4, 64)),
+        ("qwen3_5_text", "mtp.layers.1.input_layernorm.weight", torch.zeros(64)),
+        ("glm4_moe", "model.layers.2.mlp.gate.weight", None),
+    ],
+)
+def test_model_runs_without_a_head_that_auto_chose_and_cannot_load(
+    family: str, name: str, value: torch.Tensor | None, tmp_path: Path
+) -> None:
+    path = write_mtp_checkpoint(tmp_path / "model", family)
+    change_tensors(path, **{name: value})
+    for speculate in ("auto", "auto,ngram"):
+        config = resolve_paths(Config(model=str(path), speculate=speculate))
+        assert config.is_head_optional and resolve_paths(config) == config
+        described = describe_model(config)
+        (note,) = described.model.unused_parts
+        assert described.drafter is None and name.removesuffix(".weight") in note
+        assert note.startswith("the MTP head, which drafts, is not used: ")
+    for speculate in ("mtp", "auto,mtp"):
+        with pytest.raises(CheckpointError, match=re.escape(name.removesuffix(".weight"))):
+            describe_model(resolve_paths(Config(model=str(path), speculate=speculate)))
+    llm = LLM(str(path), max_model_len=64)
+    assert llm.info.resolved.notes == (note,) and llm.info.draft_model is None
+    assert llm.info.resolved.drafters == ("grammar", "prediction", "suffix", "text")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "glm4_moe"])
