@@ -38,8 +38,8 @@ class _Tenant:
     responses: OrderedDict[str, StoredResponse] = field(
         default_factory=OrderedDict
     )  # by id, oldest use first
-    # Ids of the responses that hold an item, by its id: clients send an item again.
-    responses_of_item: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Ids of the responses that hold an item, oldest first, by its id: clients send an item again.
+    responses_of_item: dict[str, dict[str, None]] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -135,7 +135,7 @@ class ResponseStore:
         entry.used_s = self._clock()
         held.responses[response_id] = entry
         for item_id in set(entry.item_ids):
-            held.responses_of_item[item_id] = (*held.responses_of_item.get(item_id, ()), response_id)
+            held.responses_of_item.setdefault(item_id, {})[response_id] = None
         held.num_bytes += size
         self.num_bytes += size
 
@@ -145,9 +145,10 @@ class ResponseStore:
         if held is None or entry is None:
             return None
         for item_id in set(entry.item_ids):  # a client may send one id twice
-            holders = tuple(name for name in held.responses_of_item.pop(item_id) if name != response_id)
-            if holders:
-                held.responses_of_item[item_id] = holders
+            holders = held.responses_of_item[item_id]
+            del holders[response_id]
+            if not holders:
+                del held.responses_of_item[item_id]
         held.num_bytes -= entry.num_bytes
         self.num_bytes -= entry.num_bytes
         if not held.responses:

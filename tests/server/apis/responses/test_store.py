@@ -191,6 +191,34 @@ def test_item_is_found_in_any_response_that_holds_it() -> None:
         store.find_item("", "out_resp_0", "input[0].id")
 
 
+class CountedId(str):
+    """An id that counts its comparisons."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.num_compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def test_drop_of_a_response_reads_no_other_holder_of_its_items() -> None:
+    """Clients send the items of a conversation again with each turn."""
+    num_responses, num_items = 100, 5
+    items = tuple(f"in_{i}" for i in range(num_items))
+    store = ResponseStore(1000 * num_responses * ENTRY_BYTES, TTL_S)
+    for number in range(num_responses):
+        store.begin("", CountedId(number), StoredResponse(None, b"[]", items))
+    CountedId.num_compared = 0
+    for number in range(num_responses):
+        store.discard("", CountedId(number))
+    assert len(store) == 0
+    assert CountedId.num_compared <= num_responses * (num_items + 4)
+
+
 def test_errors_name_the_options() -> None:
     with pytest.raises(ResponseNotFound, match="--response-store-mb 0"):
         ResponseStore(0, TTL_S).get("", "resp_0")
