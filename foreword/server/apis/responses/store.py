@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.errors import ResponseNotFound
-from foreword.server.http.responses import json_bytes
 
 ENTRY_BYTES = 1024  # overhead of Python objects per response
 ITEM_BYTES = 256  # overhead of Python objects per id of an item
@@ -44,7 +43,7 @@ class _Tenant:
 
 
 class ResponseStore:
-    """Responses of all keys, by key ("tenant") and id.
+    """Responses of all keys, by key ("tenant") and id. Used from one event loop.
 
     The least recently used response of the key that holds most bytes is dropped first. A response is used by
     reading it, and by continuing it, which uses the whole conversation before it.
@@ -68,12 +67,15 @@ class ResponseStore:
         """Keep the input of a response that is being generated. It cannot be read before complete()."""
         self._put(tenant, response_id, entry)
 
-    def complete(self, tenant: str, response: Mapping[str, Any]) -> None:
-        """Add the answer of begin()'s response. Without effect if it was dropped meanwhile."""
+    def complete(self, tenant: str, response: Mapping[str, Any], encoded: bytes) -> None:
+        """Add the answer of begin()'s response. Without effect if it was dropped meanwhile.
+
+        encoded  the response as JSON
+        """
         entry = self._remove(tenant, response["id"])
         if entry is not None:
             entry.item_ids += tuple(item["id"] for item in response["output"])
-            entry.response = json_bytes(response)
+            entry.response = encoded
             self._put(tenant, response["id"], entry)
 
     def discard(self, tenant: str, response_id: str) -> None:
