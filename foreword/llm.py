@@ -424,8 +424,7 @@ class LLM:
                         live.remove(event.request_id)
                     yield answer, delta
         finally:
-            for request_id in live:
-                self._recorder.on_abort(answers[request_id].request)
+            self._recorder.on_abort([answers[request_id].request for request_id in live])
 
     def _receive(self, requests: Sequence[Request], live: set[str]) -> Generator[Event, None, None]:
         """Events of `requests` until the caller has removed all from `live`; the rest is aborted at the end.
@@ -461,7 +460,7 @@ class LLM:
         """Raises the error of an event."""
         request = answer.request
         if isinstance(event, ErrorEvent):
-            self._recorder.on_error(request, event.error)
+            self._recorder.on_error([request], event.error)
             raise event.error
         assert isinstance(event, TokenEvent)
         delta = answer.feed(event)

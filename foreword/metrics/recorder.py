@@ -226,23 +226,24 @@ class MetricsRecorder(ServerCounters):
             self._registry.add("runaway_requests_total", 1)
             log.logger.warning("%s", log.format_repetition(request, event, event.repetition))
         if event.finish_reason is not None:
-            self._finish(progress, event.finish_reason, now_s)
+            self._finish([progress], event.finish_reason, now_s)
 
-    def on_error(self, request: Request, error: ForewordError) -> None:
-        """The request ended with an error."""
-        progress = self._live.get(request.id)
-        if progress is not None:
-            fields = {"id": request.id, "status": error.status, "code": error.code}
-            log.logger.warning(
-                "request %s failed: %s", request.id, safe_message(error), extra={"fields": fields}
-            )
-            self._finish(progress, "error", self._clock())
+    def on_error(self, requests: Sequence[Request], error: ForewordError) -> None:
+        """The requests ended together with an error, which is logged once."""
+        live = self._select_live(requests)
+        if live:
+            first_id = live[0].request.id
+            fields = {"id": first_id, "status": error.status, "code": error.code}
+            name = f"request {first_id}" + (f" and {len(live) - 1} more" if len(live) > 1 else "")
+            log.logger.warning("%s failed: %s", name, safe_message(error), extra={"fields": fields})
+            self._finish(live, "error", self._clock())
 
-    def on_abort(self, request: Request) -> None:
-        """The request was aborted."""
-        progress = self._live.get(request.id)
-        if progress is not None:
-            self._finish(progress, "abort", self._clock())
+    def on_abort(self, requests: Sequence[Request]) -> None:
+        """The requests were aborted together."""
+        self._finish(self._select_live(requests), "abort", self._clock())
+
+    def _select_live(self, requests: Sequence[Request]) -> Sequence[RequestProgress]:
+        return [self._live[request.id] for request in requests if request.id in self._live]
 
     def live_requests(self) -> Sequence[RequestProgress]:
         return list(self._live.values())
@@ -456,9 +457,27 @@ class MetricsRecorder(ServerCounters):
         for position in range(length):
             self._registry.add(name, 1, drafter, str(position))
 
-    def _finish(self, progress: RequestProgress, reason: str, now: float) -> None:
-        request = progress.request
+    def _finish(self, ended: Sequence[RequestProgress], reason: str, now: float) -> None:
+        """Choices ended together. The prompts whose last choice is among them share a log line."""
         self._count_busy(now)
+        complete: dict[str, log.PromptChoices] = {}
+        for progress in ended:
+            self._count_finished(progress, reason, now)
+            name = _prompt_id(progress.request.id)
+            choices = self._choices[name]
+            choices.finished.append((progress, reason))
+            if choices.is_complete:
+                complete[name] = self._choices.pop(name)
+        if complete:
+            name, choices = next(iter(complete.items()))
+            line, fields = log.format_request(name, choices, now), log.request_fields(name, choices, now)
+            if num_more := len(complete) - 1:
+                line += f"; {num_more} more prompts: {reason}"
+                fields["num_more_prompts"] = num_more
+            log.logger.info("%s", line, extra={"fields": fields})
+
+    def _count_finished(self, progress: RequestProgress, reason: str, now: float) -> None:
+        request = progress.request
         del self._live[request.id]
         self._registry.add("requests_finished_total", 1, reason)
         if request.adapter:
@@ -469,17 +488,6 @@ class MetricsRecorder(ServerCounters):
         self._finished[request.id] = progress.snapshot(_prompt_id(request.id))
         while len(self._finished) > MAX_FINISHED_STATS:
             self._finished.popitem(last=False)
-        self._log_choice(progress, reason, now)
-
-    def _log_choice(self, progress: RequestProgress, reason: str, now: float) -> None:
-        """Log all choices of a prompt in one line, when the last has ended."""
-        name = _prompt_id(progress.request.id)
-        choices = self._choices[name]
-        choices.finished.append((progress, reason))
-        if choices.is_complete:
-            del self._choices[name]
-            fields = log.request_fields(name, choices, now)
-            log.logger.info("%s", log.format_request(name, choices, now), extra={"fields": fields})
 
     def _count_busy(self, now: float) -> None:
         """Add the time since the last call if any request was open in it."""

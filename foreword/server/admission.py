@@ -70,7 +70,10 @@ class LogprobHolder(Protocol):
     """An answer that keeps log-probabilities until its end, or until a slow client has read them."""
 
     def end(self, error: ForewordError) -> bool:
-        """End its open choices with an error, and drop its log-probabilities; False if none is open."""
+        """End it with an error, also where only its client is late, and drop its log-probabilities.
+
+        False if it has ended, or is being written as a whole.
+        """
 
 
 class HeldLogprobs:
@@ -82,7 +85,7 @@ class HeldLogprobs:
         self.num_held = 0
 
     def add(self, holder: LogprobHolder, num: int) -> None:
-        """Count `num` more. Where all answers have too many, the open one with the most ends."""
+        """Count `num` more. Where all answers have too many, the one with the most ends."""
         if not num:
             return
         self._num_of[holder] += num
@@ -103,11 +106,13 @@ class HeldLogprobs:
     def _error(self, held: int) -> ForewordError:
         if held > self._max_num:
             return InvalidRequest(
-                f"the answer has more than {self._max_num} log-probabilities; a stream may have more",
+                f"the answer holds more than {self._max_num} log-probabilities; "
+                "a stream of chat or completions that is read may have more",
                 "logprobs",
             )
         state = f"open answers hold {self.num_held} log-probabilities of at most {self._max_num}"
-        return Overloaded(f"{state}, this one {held}; a stream holds none", "logprobs", MIN_RETRY_S)
+        hint = "a stream of chat or completions that is read holds none"
+        return Overloaded(f"{state}, this one {held}; {hint}", "logprobs", MIN_RETRY_S)
 
 
 class Admission:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -36,6 +37,7 @@ from foreword.server.routes import models as model_routes
 from foreword.server.stall_monitor import StallMonitor
 from foreword.utils.logging import log_model
 
+logger = logging.getLogger("foreword.serve")
 ROUTERS = (
     chat.router,
     responses.router,
@@ -165,17 +167,32 @@ async def _tick(
     """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
-        for model in models.models:
-            if model.loaded is not None:
-                log_model.set(model.log_name)
-                model.loaded.recorder.log_if_due()
+        with _log_failure("log of throughput"):
+            for model in models.models:
+                if model.loaded is not None:
+                    log_model.set(model.log_name)
+                    model.loaded.recorder.log_if_due()
         log_model.set("")
         if sessions is not None and models.config.router_timeout:
-            sessions.end_server_if_unused(models.config.router_timeout)
-        request_log.flush()
-        models.response_store.expire()
-        await models.keyring.refresh()
-        await models.usage.flush()
+            with _log_failure("check of the router's sessions"):
+                sessions.end_server_if_unused(models.config.router_timeout)
+        with _log_failure("request log"):
+            request_log.flush()
+        with _log_failure("expiry of responses"):
+            models.response_store.expire()
+        with _log_failure("check of the key file"):
+            await models.keyring.refresh()
+        with _log_failure("write of usage"):
+            await models.usage.flush()
+
+
+@contextlib.contextmanager
+def _log_failure(step: str) -> Iterator[None]:
+    """A step of _tick() that fails does not end the others."""
+    try:
+        yield
+    except Exception:
+        logger.exception("housekeeping: the %s failed", step)
 
 
 class SwappableApp:

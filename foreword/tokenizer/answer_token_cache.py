@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,8 @@ MAX_PROMPT_END: Final = 16  # tokens of the prompt, after its last end of a turn
 MAX_ATTEMPTS: Final = 3  # renderings until one is plain
 OVERHEAD_BYTES: Final = 512  # Python objects of an answer
 REASONING: Final = "reasoning_content"
+NAME: Final = re.compile("fwname[0-9]+x[0-9]+x")  # as of _Placeholders
+PLACEHOLDER: Final = re.compile("fwarguments[0-9]+x[0-9]+x|fw(?:content|reasoning)[0-9]+x")
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
@@ -105,12 +108,6 @@ class _Placeholders:
             | ({REASONING: self.reasoning} if self.reasoning else {})
         )
 
-    def restore_names(self, text: str) -> str:
-        """The text with the called names, which templates write beside results too."""
-        for placeholder, call in zip(self.names, self.answer.content.calls, strict=True):
-            text = text.replace(placeholder, call.name)
-        return text
-
 
 class _Misfit(Exception):
     """The template does not keep an answer in its place."""
@@ -128,7 +125,8 @@ class AnswerTokenCache:
         self._tokenizer = tokenizer
         self._bound = bound
         self._max_bytes = max_bytes
-        self._end_texts = tuple(filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids)))
+        end_texts = filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids))
+        self._end_of_turn = re.compile("|".join(map(re.escape, end_texts)) or "(?!)")
         # By tenant, digest of the conversation before the answer, and key; oldest first.
         self._answers: OrderedDict[tuple[str, bytes, str], _Answer] = OrderedDict()
         # Digests of conversations by tenant and digest of the prompt; oldest first.
@@ -233,10 +231,21 @@ class AnswerTokenCache:
         ids: list[int] = []
         position = 0
         prompt_hash = _hash(())
+        # Templates write the called names beside results too.
+        called_names = {
+            placeholder: call.name
+            for placeholders in marked.values()
+            for placeholder, call in zip(placeholders.names, placeholders.answer.content.calls, strict=True)
+        }
+        num_written = Counter(PLACEHOLDER.findall(text))
         for index, placeholders in marked.items():
             answer = placeholders.answer
+            if any(num_written[part] != 1 for part in placeholders.once):
+                raise _Misfit(index)
             start, end, prefill_ids = self._find_place(text, position, placeholders, index)
-            segment = self._encode_segment(text[position:start], marked, index, position, add_special_tokens)
+            segment = self._encode_segment(
+                text[position:start], called_names, index, position, add_special_tokens
+            )
             segment += prefill_ids
             prompt_hash.update(_to_bytes(segment))
             if prompt_hash.digest() != answer.prompt_digest:
@@ -245,19 +254,18 @@ class AnswerTokenCache:
             ids += segment
             ids += answer.token_ids
             position = end
-        return ids + self._encode_segment(text[position:], marked, max(marked), position, False)
+        return ids + self._encode_segment(text[position:], called_names, max(marked), position, False)
 
     def _encode_segment(
         self,
         text: str,
-        marked: Mapping[int, _Placeholders],
+        called_names: Mapping[str, str],  # by placeholder
         index: int,
         position: int,
         add_special_tokens: bool,
     ) -> list[int]:
         """Tokens of text between answers; behind an answer it begins with a token that ends a turn."""
-        for placeholders in marked.values():
-            text = placeholders.restore_names(text)
+        text = NAME.sub(lambda name: called_names.get(name[0], name[0]), text)
         ids = self._tokenizer.encode(text, add_special_tokens and position == 0)
         if position and (not ids or ids[0] not in self._tokenizer.eos_token_ids):
             raise _Misfit(index)
@@ -268,18 +276,17 @@ class AnswerTokenCache:
     ) -> tuple[int, int, Sequence[int]]:
         """Where the template writes the answer: [start, end) of the text, and the prefill that it omits."""
         answer = placeholders.answer
-        if any(text.count(part) != 1 for part in placeholders.once):
-            raise _Misfit(index)
         places = [text.find(part, position) for part in placeholders.texts]
         first, last = min(places), max(places)
-        ends = [at for end in self._end_texts if (at := text.find(end, last)) >= 0]
-        if first < 0 or not ends:
+        end_of_turn = self._end_of_turn.search(text, max(last, 0))
+        if first < 0 or end_of_turn is None:
             raise _Misfit(index)  # the template drops a part, such as reasoning before the last question
+        end = end_of_turn.start()
         for prefill, prefill_ids in ((answer.prefill, ()), ("", answer.prefill_ids)):
             before = answer.header + prefill
             start = text.rfind(before, position, first) + len(before)
-            if start >= len(before) > 0 and self._is_whole(text[start : min(ends)], placeholders, prefill):
-                return start, min(ends), prefill_ids
+            if start >= len(before) > 0 and self._is_whole(text[start:end], placeholders, prefill):
+                return start, end, prefill_ids
         raise _Misfit(index)
 
     def _is_whole(self, turn: str, placeholders: _Placeholders, prefill: str) -> bool:

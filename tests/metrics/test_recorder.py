@@ -277,7 +277,7 @@ def test_finished_stats_are_bounded(recorder: MetricsRecorder) -> None:
     for number in range(MAX_FINISHED_STATS + 5):
         submitted = request(str(number))
         recorder.on_submit(submitted)
-        recorder.on_abort(submitted)
+        recorder.on_abort([submitted])
     assert recorder.answer_metrics("4") is None
     assert recorder.answer_metrics("5") is not None
 
@@ -286,9 +286,9 @@ def test_failed_and_aborted_requests_finish_once(recorder: MetricsRecorder) -> N
     first, second = request("a"), request("b")
     recorder.on_submit(first)
     recorder.on_submit(second)
-    recorder.on_error(first, RequestFailed("broken"))
-    recorder.on_abort(second)
-    recorder.on_abort(second)
+    recorder.on_error([first], RequestFailed("broken"))
+    recorder.on_abort([second])
+    recorder.on_abort([second])
     recorder.on_tokens(second, tokens(0, 1), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "error"] == 1
@@ -709,12 +709,31 @@ def test_choices_of_a_prompt_share_a_log_line(recorder: MetricsRecorder, lines: 
     recorder.on_tokens(choices[1], tokens(0, 2, reason="stop"), 102.0)
     recorder.on_tokens(choices[2], tokens(0, 3, reason="stop"), 102.0)
     assert lines == []
-    recorder.on_abort(choices[0])
+    recorder.on_abort([choices[0]])
     (line,) = lines
     assert line.startswith(
         "request cmpl-1: abort 1, stop 2; n 3 requested, 2 returned; params seed=7; "
         "tokens 10 prompt (0 cached), 5"
     )
+
+
+@pytest.mark.parametrize("error", [RequestFailed("broken"), None])
+def test_requests_that_end_together_share_a_log_line(
+    recorder: MetricsRecorder, lines: list[str], error: RequestFailed | None
+) -> None:
+    requests = [request(f"cmpl-{prompt}-{index}") for prompt in range(50) for index in range(2)]
+    for submitted in requests:
+        recorder.on_submit(submitted)
+    if error is None:
+        recorder.on_abort(requests)
+    else:
+        recorder.on_error(requests, error)
+        assert lines.pop(0) == "request cmpl-0-0 and 99 more failed: broken"
+    (line,) = lines
+    reason = "error" if error else "abort"
+    assert line.startswith(f"request cmpl-0: {reason} 2; n 2 requested, 0 returned; ")
+    assert line.endswith(f"; 49 more prompts: {reason}")
+    assert scrape(recorder)["requests_finished_total", reason] == 100 and not recorder.live_requests()
 
 
 def test_image_metrics_need_a_vision_model(clock: Clock) -> None:

@@ -70,3 +70,26 @@ async def test_housekeeping_goes_on_while_all_threads_of_requests_hang(
             await wait_until_async(lambda: len(models.response_store) == 0)
             assert (await http.get("/admin/usage", headers=keyed("root"))).status_code == 200
             assert (await http.post("/admin/keys/reload", headers=keyed("root"))).status_code == 200
+
+
+async def test_housekeeping_goes_on_where_one_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "TICK_S", 0.01)
+    keys = tmp_path / "keys.yaml"
+    write(keys, key_of("alice"), key_of("mallory"))
+    config = Config(api_key_file=str(keys))
+    async with open_app(FakeEngineClient(), config) as app, app.router.lifespan_context(app):
+        models = app.state.models
+        num_calls = 0
+
+        def expire() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            raise KeyError("a fault of the store")
+
+        monkeypatch.setattr(models.response_store, "expire", expire)
+        await wait_until_async(lambda: num_calls > 1)
+        write(keys, key_of("alice"))
+        await wait_until_async(lambda: len(models.keyring.entries) == 1)
+    assert "housekeeping: the expiry of responses failed" in caplog.messages

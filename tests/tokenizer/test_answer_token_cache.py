@@ -230,6 +230,60 @@ def test_template_that_moves_the_answer_is_rendered_plainly(tmp_path: Path, old:
     assert chat.render() == plain
 
 
+class ScannedText(str):
+    """A text that counts the characters that its searches read."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> "ScannedText":
+        return ScannedText(super().__getitem__(place))
+
+    def count(self, *args: Any) -> int:
+        ScannedText.num_read += len(self)
+        return super().count(*args)
+
+    def find(self, part: str, start: int = 0) -> int:  # type: ignore[override]
+        at = super().find(part, start)
+        ScannedText.num_read += (len(self) if at < 0 else at) - start
+        return at
+
+    def replace(self, *args: Any) -> "ScannedText":
+        ScannedText.num_read += len(self)
+        return ScannedText(super().replace(*args))
+
+
+def test_text_is_read_once_for_all_answers(tmp_path: Path) -> None:
+    """A history may have thousands of them."""
+    chat = Chat(tmp_path)
+    for _ in range(20):
+        message = chat.answer(CALL)
+        chat.messages += [message, *results(message)]
+    replay = chat.processor._replay
+    assert replay is not None
+    texts: list[str] = []
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        texts.append(chat.processor.template.render(messages, tools=TOOLS))
+        return ScannedText(texts[-1])
+
+    ScannedText.num_read = 0
+    ids = replay.encode(chat.messages, TOOLS, "", render)
+    assert ids == chat.render() and ids[: len(chat.written)] == chat.written
+    (text,) = texts
+    assert ScannedText.num_read < 2 * len(text)
+
+
+def test_placeholder_in_the_history_is_a_text(tmp_path: Path) -> None:
+    """It is kept as written, and an answer whose place it hides is rendered plainly."""
+    chat = Chat(tmp_path)
+    message = chat.answer(CALL)
+    chat.messages += [message, *results(message, "fwname7x0x fwcontent7x")]
+    assert chat.keeps_prefix()
+    assert "fwname7x0x fwcontent7x" in chat.tokenizer.decode(chat.render())
+    history = [*chat.messages[:2], *results(message, "fwarguments1x0x")]
+    assert chat.render(history) == chat.render_anew(history)
+
+
 def test_bytes_are_bounded(tmp_path: Path) -> None:
     """The oldest answers are dropped, and one that is too large is not kept."""
     chat = Chat(tmp_path)

@@ -178,7 +178,12 @@ class Generation:
         self._server = server
         self._prompt_only = prompt_only
         self._delta_queue = DeltaQueue()
+        self._unread = set(range(len(self.outputs)))  # choices whose end is not yet read
         self._failed: set[str] = set()
+        self._index_of = {request.id: index for index, request in enumerate(waiting)}
+        self.error: ForewordError | None = None  # has ended the whole answer
+        self._can_end = True  # the answer is not yet complete for its caller
+        self._drop_logprobs: Callable[[], object] = lambda: None  # of its writer
         self._meter = context.meter
         self._slot = context.slot
         self._usage = server.usage.counter(context.fairness_key, context.model)
@@ -220,7 +225,9 @@ class Generation:
         running = len(self.outputs)
         while running:
             index, item = await self._delta_queue.get()
-            running -= isinstance(item, ForewordError) or item.finish_reason is not None
+            if isinstance(item, ForewordError) or item.finish_reason is not None:
+                running -= 1
+                self._unread.discard(index)
             yield index, item
 
     async def collect(self) -> None:
@@ -228,6 +235,7 @@ class Generation:
         async for _, item in self.deltas():
             if isinstance(item, ForewordError):
                 raise item
+        self._can_end = False  # its log-probabilities are freed as soon as it is written
 
     async def commit_usage(self) -> None:
         """Write the usage of all choices, before the last byte of the answer: no kill loses it."""
@@ -247,19 +255,20 @@ class Generation:
     def close(self) -> None:
         """Abort running choices and free everything; may be called twice."""
         self._resources.close()
-        self._server.admission.held_logprobs.free(self)
+        self.free_logprobs()
         if self._ticket is None:
             return
         self._ticket.release()
         self._ticket = None
         self._count_request()
         self._end_slot()
+        running = [output for index, output in enumerate(self.outputs) if self._is_running(index)]
         for output in self.outputs:
             self._server.generations.pop(output.request.id, None)
-            if not output.finished and output.request.id not in self._failed:
-                self._server.client.abort(output.request.id)
-                self._server.recorder.on_abort(output.request)
-                self._server.recorder.on_parsed(output.parser)
+        for output in running:
+            self._server.client.abort(output.request.id)
+            self._server.recorder.on_parsed(output.parser)
+        self._server.recorder.on_abort([output.request for output in running])
 
     def _end_slot(self) -> None:
         """Before the last delta is sent: a client may save its slot at once."""
@@ -271,28 +280,50 @@ class Generation:
 
     def abort(self, request_id: str, error: ForewordError) -> bool:
         """End one choice with an error for its caller; False if it has ended."""
-        index = next(i for i, output in enumerate(self.outputs) if output.request.id == request_id)
-        output = self.outputs[index]
-        if output.finished or request_id in self._failed:
+        index = self._index_of[request_id]
+        if not self._is_running(index):
             return False
-        self._fail(index, output.request, error)
+        self._fail([index], error)
         self._server.client.abort(request_id)
         return True
 
     def end(self, error: ForewordError) -> bool:
-        """End all open choices with an error, and drop all log-probabilities; False if none is open."""
-        num_ended = sum(self.abort(output.request.id, error) for output in self.outputs)
-        if not num_ended:
+        """End the answer with an error, also one that is not read, and drop all log-probabilities.
+
+        False if it has ended, or is complete for its caller.
+        """
+        if not self._can_end:
             return False
-        self._delta_queue.drop_logprobs()
+        self._can_end = False
+        self.error = error
+        running = [index for index in self._unread if self._is_running(index)]
+        self._delta_queue.clear()
+        self._fail(sorted(self._unread), error)
+        for index in running:
+            self._server.client.abort(self.outputs[index].request.id)
         for output in self.outputs:
             output.logprobs.clear()
+        self._drop_logprobs()
         return True
 
-    def drop_logprobs(self, index: int, delta: OutputDelta) -> None:
-        """A stream has sent them."""
+    def on_end(self, drop_logprobs: Callable[[], object]) -> None:
+        """Call it where end() drops log-probabilities: the writer keeps them until its last events."""
+        self._drop_logprobs = drop_logprobs
+
+    def free_logprobs(self) -> None:
+        """The answer is written: end() has nothing to free any more."""
+        self._can_end = False
+        self._server.admission.held_logprobs.free(self)
+
+    def _is_running(self, index: int) -> bool:
+        output = self.outputs[index]
+        return not output.finished and output.request.id not in self._failed
+
+    def drop_logprobs(self, index: int, delta: OutputDelta, is_kept: bool = False) -> None:
+        """A stream has sent them; `is_kept`: its writer needs them again, and they count until it is done."""
         self.outputs[index].logprobs.clear()
-        self._server.admission.held_logprobs.free(self, _num_logprobs(delta))
+        if not is_kept:
+            self._server.admission.held_logprobs.free(self, _num_logprobs(delta))
 
     def _on_event(self, index: int, output: ChoiceOutput, event: Event | None) -> None:
         """Queue the delta of an event; the last item of a choice always ends it."""
@@ -309,12 +340,12 @@ class Generation:
             else:
                 raise RequestFailed("the engine ended the request without an answer")
         except Overloaded as error:
-            self._on_queue_timeout(index, request, error)
+            self._on_queue_timeout(index, error)
         except ForewordError as error:
-            self._fail(index, request, error)
+            self._fail([index], error)
         except Exception:
             logger.exception("request %s failed", request.id)
-            self._fail(index, request, RequestFailed("the server failed on this request"))
+            self._fail([index], RequestFailed("the server failed on this request"))
             self._server.client.abort(request.id)
 
     def _process_event(self, output: ChoiceOutput, event: TokenEvent) -> OutputDelta:
@@ -342,19 +373,27 @@ class Generation:
             self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
         return delta
 
-    def _on_queue_timeout(self, index: int, request: EngineRequest, error: Overloaded) -> None:
+    def _on_queue_timeout(self, index: int, error: Overloaded) -> None:
         """Fail every choice that has no token yet: they all waited in the same queue."""
         self._server.recorder.on_reject("queue_timeout")
-        self._fail(index, request, error)
-        for output in self.outputs:
-            if not output.token_ids:
-                self.abort(output.request.id, error)
+        others = [
+            other
+            for other, output in enumerate(self.outputs)
+            if other != index and not output.token_ids and self._is_running(other)
+        ]
+        self._fail([index, *others], error)
+        for other in others:
+            self._server.client.abort(self.outputs[other].request.id)
 
-    def _fail(self, index: int, request: EngineRequest, error: ForewordError) -> None:
-        self._failed.add(request.id)
-        self._server.recorder.on_error(request, error)
-        self._server.recorder.on_parsed(self.outputs[index].parser)
-        self._delta_queue.put(index, error)
+    def _fail(self, indices: Sequence[int], error: ForewordError) -> None:
+        """The choices have the error instead of an end."""
+        outputs = [self.outputs[index] for index in indices]
+        for index, output in zip(indices, outputs, strict=True):
+            if self._is_running(index):
+                self._server.recorder.on_parsed(output.parser)
+            self._failed.add(output.request.id)
+            self._delta_queue.put(index, error)
+        self._server.recorder.on_error([output.request for output in outputs], error)
 
 
 def _num_logprobs(delta: OutputDelta) -> int:
@@ -389,14 +428,8 @@ class DeltaQueue:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def drop_logprobs(self) -> None:
-        for queue in self._queues.values():
-            queue.items = deque(
-                replace(item, logprobs=(), event=item.event._replace(logprobs=()))
-                if isinstance(item, OutputDelta)
-                else item
-                for item in queue.items
-            )
+    def clear(self) -> None:
+        self._queues.clear()
 
     async def get(self) -> tuple[int, OutputDelta | ForewordError]:
         """Wait for the next (choice index, item); one reader at a time."""

@@ -34,6 +34,8 @@ from foreword.utils.threads import join_in_own_thread, run_in_own_thread
 class ResponseWriter(Protocol):
     """Writes a generation in the form of one API, whole or as server-sent events."""
 
+    keeps_logprobs: bool  # its last events write all log-probabilities of a stream again
+
     @property
     def num_returned(self) -> int:
         """Choices of a whole response."""
@@ -44,8 +46,14 @@ class ResponseWriter(Protocol):
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         """The events of one delta of choice `index`; None if this API shows nothing of it."""
 
+    def is_slow(self, delta: OutputDelta | None) -> bool:
+        """Whether to write the events of a delta, or with None the last ones, in a thread."""
+
     def last_events(self) -> Iterable[bytes]:
         """Events after the last token, if no choice failed."""
+
+    def on_written(self) -> None:
+        """Called on the event loop when a whole response or a last event is written, and not yet sent."""
 
     def error_event(self, error: ForewordError) -> bytes:
         """The last events of a stream that fails after its first token."""
@@ -139,24 +147,40 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
             started = True
             for event in writer.first_events():
                 yield event
-        if index not in begun and is_large([generation.outputs[index]]):  # its first event has the prompt
+        has_long_prompt = index not in begun and is_large([generation.outputs[index]])  # in its first event
+        if has_long_prompt or writer.is_slow(item):
             events = await run_in_own_thread(writer.event, index, item)
         else:
             events = writer.event(index, item)
         if events is not None:
             begun.add(index)
             yield events
-        generation.drop_logprobs(index, item)  # up to 3 KB a token, which no later event needs
+        generation.drop_logprobs(index, item, writer.keeps_logprobs)  # up to 3 KB a token
         if item.finish_reason is not None:
             writer.record_returned(1)  # after the yield: a client that disconnected did not get it
     await generation.commit_usage()
+    first_error = first_error or generation.error
     if first_error is None:
-        for event in writer.last_events():
+        async for event in _last_events(generation, writer):
             yield event
     elif started:
         yield writer.error_event(first_error)
     else:
         raise first_error
+
+
+async def _last_events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
+    """Each is written when the one before is sent: the answer may end with an error until then."""
+    events, is_slow = iter(writer.last_events()), writer.is_slow(None)
+    while True:
+        event = await run_in_own_thread(next, events, None) if is_slow else next(events, None)
+        if generation.error is not None:
+            yield writer.error_event(generation.error)
+            return
+        if event is None:
+            return
+        writer.on_written()
+        yield event
 
 
 class FullResponse(Response):
@@ -182,5 +206,8 @@ class FullResponse(Response):
         await self._generation.commit_usage()
         self._writer.record_returned(self._writer.num_returned)
         if not is_large(self._generation.outputs):
-            return json_bytes(self._writer.full())
-        return await join_in_own_thread(lambda: json_pieces(self._writer.full()))
+            body = json_bytes(self._writer.full())
+        else:
+            body = await join_in_own_thread(lambda: json_pieces(self._writer.full()))
+        self._writer.on_written()
+        return body

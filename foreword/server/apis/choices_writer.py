@@ -59,6 +59,7 @@ class ChoicesWriter(ABC):
 
     object_type: ClassVar[str]  # `object` of a whole response
     chunk_object_type: ClassVar[str]  # `object` of a chunk
+    keeps_logprobs = False
 
     def __init__(
         self,
@@ -94,6 +95,12 @@ class ChoicesWriter(ABC):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first token."""
         return ()
+
+    def is_slow(self, delta: OutputDelta | None) -> bool:
+        return False
+
+    def on_written(self) -> None:
+        return  # nothing is stored
 
     def first_events(self) -> Iterable[bytes]:
         return map(sse_event, self.first_chunks())

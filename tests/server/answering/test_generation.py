@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import product
@@ -13,7 +13,7 @@ import pytest
 
 from foreword.chat_formats.events import CallArguments, ChatEvent, ContentText, ReasoningText
 from foreword.config.options import Config
-from foreword.core.outputs import DraftResult, TokenEvent
+from foreword.core.outputs import DraftResult, ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue, Generation, build_requests
@@ -23,9 +23,10 @@ from foreword.server.apis.completions import CompletionWriter
 from foreword.server.auth.keys import RequestContext
 from foreword.server.http.responses import sse_event
 from foreword.server.loaded_model import LoadedModel
-from foreword.tokenizer.output_processor import OutputDelta, TokenPiece
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
 from tests.support.apps import open_app
 from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import wait_until_async
 
 
 async def server_of(resources: AsyncExitStack, client: FakeEngineClient, **config: Any) -> LoadedModel:
@@ -204,7 +205,7 @@ async def test_answer_with_too_many_logprobs_of_its_own_ends(resources: AsyncExi
     server = await server_of(resources, client, max_waiting_tokens=4 * 100)
     large, small = logprob_generation(server, "large", n=2), logprob_generation(server, "small")
     large.start()
-    with pytest.raises(InvalidRequest, match="more than 100 log-probabilities; a stream may have more"):
+    with pytest.raises(InvalidRequest, match="more than 100 log-probabilities; a stream of"):
         await large.collect()
     small.start()
     await small.collect()
@@ -216,6 +217,74 @@ async def test_answer_with_too_many_logprobs_of_its_own_ends(resources: AsyncExi
     assert server.admission.held_logprobs.num_held == 24
     large.close()
     small.close()
+
+
+async def test_finished_answer_that_is_not_read_ends_where_all_have_too_many(
+    resources: AsyncExitStack,
+) -> None:
+    """Its client gets an error as the last event, and no other answer fails for it."""
+    client = FakeEngineClient(lambda request: FakeOutput("x" * (10 if "unread" in request.id else 5)))
+    server = await server_of(resources, client, max_waiting_tokens=4 * 100)
+    unread, victim = logprob_generation(server, "unread", n=2), logprob_generation(server, "victim")
+    unread.start()
+    first = await anext(deltas := unread.deltas())
+    await wait_until_async(lambda: all(output.finished for output in unread.outputs))
+    assert server.admission.held_logprobs.num_held == 2 * 11 * 4
+    victim.start()
+    await victim.collect()
+    assert len(victim.outputs[0].logprobs) == 6 and server.admission.held_logprobs.num_held == 6 * 4
+    rest = [item async for _, item in deltas]
+    assert isinstance(first[1], OutputDelta) and len(rest) == 2
+    assert all(isinstance(item, Overloaded) and item is unread.error for item in rest)
+    assert not any(output.logprobs for output in unread.outputs) and not client.aborted
+    assert not victim.end(Overloaded("it is being written"))
+    unread.close()
+    assert not unread.end(Overloaded("it has ended"))
+    victim.close()
+    assert server.admission.held_logprobs.num_held == 0
+
+
+class CountedOutputs(list[ChoiceOutput]):
+    """Counts the choices that are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[ChoiceOutput]:
+        for output in super().__iter__():
+            self.num_read += 1
+            yield output
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("end", ["close", "error", "queue_timeout"])
+async def test_end_of_many_choices_reads_each_a_few_times_and_logs_a_line(
+    resources: AsyncExitStack, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    caplog.set_level("INFO", "foreword")
+    client = FakeEngineClient(FakeOutput(hang_after=0))
+    server = await server_of(resources, client)
+    context = RequestContext("", 0)
+    prompts = (build_requests(server, [1], SamplingParams(), f"r-{i}", context) for i in range(200))
+    begun = Generation(server, [request for (request,) in prompts], context)
+    begun.start()
+    outputs = begun.outputs = CountedOutputs(begun.outputs)
+    error = Overloaded("it waited too long", retry_after_s=1)
+    caplog.clear()
+    if end == "close":
+        begun.close()
+    elif end == "error":
+        assert begun.end(error)
+    else:
+        begun._on_event(0, outputs[0], ErrorEvent("r-0-0", error))
+    assert outputs.num_read < 10 * len(outputs)
+    assert len(client.aborted) == len(outputs) - (end == "queue_timeout")
+    assert len(caplog.messages) == (1 if end == "close" else 2)  # of the error, and of the request
+    if end != "close":
+        assert len([item async for _, item in begun.deltas()]) == len(outputs)
+    begun.close()
 
 
 async def test_stream_that_is_read_holds_no_logprobs(resources: AsyncExitStack) -> None:

@@ -178,6 +178,7 @@ class MessagesWriter:
     """Writes the only choice of a generation as a message: see ResponseWriter."""
 
     num_returned = 1
+    keeps_logprobs = False
 
     def __init__(
         self,
@@ -211,6 +212,12 @@ class MessagesWriter:
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         events = () if self._prompt_only else delta.events
         return b"".join(map(_sse, self._blocks.write(events))) or None
+
+    def is_slow(self, delta: OutputDelta | None) -> bool:
+        return False
+
+    def on_written(self) -> None:
+        return  # nothing is stored
 
     def last_events(self) -> Iterable[bytes]:
         yield b"".join(map(_sse, self._blocks.finish()))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.errors import ResponseNotFound
-from foreword.server.http.responses import json_bytes
 
 ENTRY_BYTES = 1024  # overhead of Python objects per response
 ITEM_BYTES = 256  # overhead of Python objects per id of an item
@@ -38,13 +37,13 @@ class _Tenant:
     responses: OrderedDict[str, StoredResponse] = field(
         default_factory=OrderedDict
     )  # by id, oldest use first
-    # Ids of the responses that hold an item, by its id: clients send an item again.
-    responses_of_item: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Ids of the responses that hold an item, oldest first, by its id: clients send an item again.
+    responses_of_item: dict[str, dict[str, None]] = field(default_factory=dict)
     num_bytes: int = 0
 
 
 class ResponseStore:
-    """Responses of all keys, by key ("tenant") and id.
+    """Responses of all keys, by key ("tenant") and id. Used from one event loop.
 
     The least recently used response of the key that holds most bytes is dropped first. A response is used by
     reading it, and by continuing it, which uses the whole conversation before it.
@@ -68,12 +67,15 @@ class ResponseStore:
         """Keep the input of a response that is being generated. It cannot be read before complete()."""
         self._put(tenant, response_id, entry)
 
-    def complete(self, tenant: str, response: Mapping[str, Any]) -> None:
-        """Add the answer of begin()'s response. Without effect if it was dropped meanwhile."""
+    def complete(self, tenant: str, response: Mapping[str, Any], encoded: bytes) -> None:
+        """Add the answer of begin()'s response. Without effect if it was dropped meanwhile.
+
+        encoded  the response as JSON
+        """
         entry = self._remove(tenant, response["id"])
         if entry is not None:
             entry.item_ids += tuple(item["id"] for item in response["output"])
-            entry.response = json_bytes(response)
+            entry.response = encoded
             self._put(tenant, response["id"], entry)
 
     def discard(self, tenant: str, response_id: str) -> None:
@@ -135,7 +137,7 @@ class ResponseStore:
         entry.used_s = self._clock()
         held.responses[response_id] = entry
         for item_id in set(entry.item_ids):
-            held.responses_of_item[item_id] = (*held.responses_of_item.get(item_id, ()), response_id)
+            held.responses_of_item.setdefault(item_id, {})[response_id] = None
         held.num_bytes += size
         self.num_bytes += size
 
@@ -145,9 +147,10 @@ class ResponseStore:
         if held is None or entry is None:
             return None
         for item_id in set(entry.item_ids):  # a client may send one id twice
-            holders = tuple(name for name in held.responses_of_item.pop(item_id) if name != response_id)
-            if holders:
-                held.responses_of_item[item_id] = holders
+            holders = held.responses_of_item[item_id]
+            del holders[response_id]
+            if not holders:
+                del held.responses_of_item[item_id]
         held.num_bytes -= entry.num_bytes
         self.num_bytes -= entry.num_bytes
         if not held.responses:

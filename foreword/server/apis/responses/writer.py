@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from foreword.chat_formats.events import ChatEvent
+from foreword.chat_formats.events import ChatEvent, ContentText
 from foreword.chat_formats.tools import ToolUse
 from foreword.errors import ForewordError, Overloaded
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.answer_parts import AnswerParts
-from foreword.server.apis.choices_writer import TokenNames, chat_logprob
+from foreword.server.apis.choices_writer import INLINE_LOGPROBS, TokenNames, chat_logprob, is_large
 from foreword.server.apis.responses.items import encode_reasoning, new_id
-from foreword.server.http.responses import json_bytes, sse_event
+from foreword.server.http.responses import json_bytes, json_pieces, sse_event
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta, TokenLogprobText
 
@@ -65,11 +65,31 @@ class ResponseItems(AnswerParts[bytes]):
         self._open: _OpenItem | None = None
         self._logprobs: deque[TokenLogprobText] = deque()  # tokens whose text is not written yet
 
-    def make_event(self, event_type: str, **fields: Any) -> bytes:
-        """One event with the next sequence number."""
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether the last events write log-probabilities again."""
+        return self._names is not None
+
+    @property
+    def num_open_logprobs(self) -> int:
+        """Tokens of the open message with log-probabilities, which its last events write again."""
+        return 0 if self._open is None else len(self._open.logprobs)
+
+    def drop_logprobs(self) -> None:
+        """Free them where the answer ends with an error; a thread may be writing them."""
+        self._logprobs = deque()
+        if self._open is not None:
+            self._open.logprobs = []
+        for item in self.items:
+            for part in item.get("content", ()):
+                if "logprobs" in part:
+                    part["logprobs"] = []
+
+    def make_event(self, event_type: str, in_pieces: bool = False, **fields: Any) -> bytes:
+        """One event with the next sequence number; `in_pieces` as in sse_event()."""
         event = {"type": event_type, **fields, "sequence_number": self.sequence_number}
         self.sequence_number += 1
-        return b"event: " + event_type.encode() + b"\n" + sse_event(event)
+        return b"event: " + event_type.encode() + b"\n" + sse_event(event, in_pieces)
 
     def feed(self, events: Iterable[ChatEvent], logprobs: Iterable[TokenLogprobText]) -> Iterable[bytes]:
         """logprobs  of the tokens of these events, and of tokens whose text is held back"""
@@ -93,17 +113,18 @@ class ResponseItems(AnswerParts[bytes]):
         self._take_logprobs(done)
         item, text = done.item, "".join(done.texts)
         logprobs = _trim(done.logprobs, text)
+        in_pieces = len(logprobs) > INLINE_LOGPROBS
         name, key = TEXT_EVENTS[item["type"]]
         fields: dict[str, Any] = {key: text}
         if item["type"] == "message":
             fields["logprobs"] = logprobs
         elif item["type"] == "function_call":
             fields["name"] = item["name"]
-        yield self.make_event(f"{name}.done", **done.place, **fields)
+        yield self.make_event(f"{name}.done", in_pieces, **done.place, **fields)
         if item["type"] in ("message", "reasoning"):
             part = _part(item["type"], text, logprobs)
             item["content"] = [part]
-            yield self.make_event("response.content_part.done", **done.place, part=part)
+            yield self.make_event("response.content_part.done", in_pieces, **done.place, part=part)
         else:
             item[key] = text
         if item["type"] == "reasoning" and self._includes_reasoning:
@@ -111,7 +132,7 @@ class ResponseItems(AnswerParts[bytes]):
         if "status" in item:
             item["status"] = "completed" if is_complete else "incomplete"
         index = done.place["output_index"]
-        yield self.make_event("response.output_item.done", output_index=index, item=item)
+        yield self.make_event("response.output_item.done", in_pieces, output_index=index, item=item)
 
     def _start_text(self, text: str) -> Iterable[bytes]:
         yield from self._start("message", role="assistant", content=[])
@@ -174,11 +195,12 @@ class ResponseItems(AnswerParts[bytes]):
     def _take_logprobs(self, item: _OpenItem) -> list[dict[str, Any]]:
         """Logprobs of the next tokens of this message."""
         taken: list[Logprob] = []
-        while self._names is not None and self._logprobs and item.item["type"] == "message":
-            group = self._logprobs[0].content_group
+        waiting = self._logprobs
+        while self._names is not None and waiting and item.item["type"] == "message":
+            group = waiting[0].content_group
             if item.content_group is None or (group is not None and group > item.content_group):
                 break
-            token = self._logprobs.popleft()
+            token = waiting.popleft()
             if group == item.content_group:
                 taken.append((token.offset, chat_logprob(token, self._names)))
         item.logprobs += taken
@@ -214,14 +236,18 @@ class ResponsesWriter:
         fields: Mapping[str, Any],  # fields of the response that are known before the answer
         items: ResponseItems,
         metrics: bool,
-        on_complete: Callable[[Mapping[str, Any]], None],  # called with the whole response
+        on_complete: Callable[[Mapping[str, Any], bytes], None],  # called with the response, also as JSON
     ) -> None:
         self._server = server
+        self._generation = generation
         self._output = generation.outputs[0]
         self._fields = fields
         self._items = items
         self._metrics = metrics
         self._on_complete = on_complete
+        self._written: tuple[Mapping[str, Any], bytes] | None = None  # the whole response, also as JSON
+        self.keeps_logprobs = items.keeps_logprobs
+        generation.on_end(items.drop_logprobs)
 
     def first_events(self) -> Iterable[bytes]:
         for name in ("created", "in_progress"):
@@ -230,12 +256,40 @@ class ResponsesWriter:
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         return b"".join(self._items.feed(delta.events, delta.logprobs)) or None
 
+    def is_slow(self, delta: OutputDelta | None) -> bool:
+        if delta is None:
+            num_logprobs = self._output.num_tokens if self.keeps_logprobs else 0
+            return num_logprobs > INLINE_LOGPROBS or is_large([self._output])
+        ends_message = not all(isinstance(event, ContentText) for event in delta.events)
+        return ends_message and self._items.num_open_logprobs > INLINE_LOGPROBS
+
     def last_events(self) -> Iterable[bytes]:
-        yield b"".join(self._items.finish(self._is_complete))
+        in_pieces = self.is_slow(None)
+        events = self._items.finish(self._is_complete)
+        if in_pieces:
+            yield from events
+        else:
+            yield b"".join(events)
         response = self._finished()
-        yield self._items.make_event(f"response.{response['status']}", response=response)
+        encoded = self._encode(response)
+        event = self._items.make_event(f"response.{response['status']}", response=None)
+        yield event.replace(b'"response":null', b'"response":' + encoded)
+
+    def _encode(self, response: Mapping[str, Any]) -> bytes:
+        """JSON of the whole response, also for on_written()."""
+        encoded = b"".join(json_pieces(response, 5)) if self.is_slow(None) else json_bytes(response)
+        self._written = response, encoded
+        return encoded
+
+    def on_written(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:  # its bytes alone are kept until they are sent
+            self._on_complete(*written)
+            self._items.drop_logprobs()
+            self._generation.free_logprobs()
 
     def error_event(self, error: ForewordError) -> bytes:
+        self._items.drop_logprobs()
         # Codex reads from the code whether a retry may help, and from the message when.
         is_limit = isinstance(error, Overloaded)
         message = f"{error}; try again in {error.retry_after_s:g}s" if error.retry_after_s else str(error)
@@ -247,7 +301,10 @@ class ResponsesWriter:
             pass
         for _ in self._items.finish(self._is_complete):
             pass
-        return self._finished()
+        response = self._finished()
+        if self._fields["store"]:
+            self._encode(response)
+        return response
 
     def record_returned(self, num_choices: int) -> None:
         """Count choices that were sent completely."""
@@ -259,14 +316,11 @@ class ResponsesWriter:
 
     def _finished(self) -> dict[str, Any]:
         if self._is_complete:
-            response = self._response("completed", completed_at=int(time.time()))
-        else:
-            # OpenAI's name of a length; "repetition" is Foreword's own.
-            reason = self._output.finish_reason
-            details = {"reason": "max_output_tokens" if reason == "length" else reason}
-            response = self._response("incomplete", incomplete_details=details)
-        self._on_complete(response)
-        return response
+            return self._response("completed", completed_at=int(time.time()))
+        # OpenAI's name of a length; "repetition" is Foreword's own.
+        reason = self._output.finish_reason
+        details = {"reason": "max_output_tokens" if reason == "length" else reason}
+        return self._response("incomplete", incomplete_details=details)
 
     def _response(self, status: str, **changes: Any) -> dict[str, Any]:
         """The response so far; usage and metrics once the answer has ended."""

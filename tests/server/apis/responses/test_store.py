@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foreword.errors import ResponseNotFound
 from foreword.server.apis.responses.store import ENTRY_BYTES, ITEM_BYTES, ResponseStore, StoredResponse
+from foreword.server.http.responses import json_bytes
 from tests.support.budget import examples
 
 TTL_S = 100.0
@@ -25,6 +26,10 @@ class Clock:
         return self.now
 
 
+def complete(store: ResponseStore, tenant: str, answer: dict[str, object]) -> None:
+    store.complete(tenant, answer, json_bytes(answer))
+
+
 def response(response_id: str, text: str = "") -> dict[str, object]:
     return {"id": response_id, "output": [{"id": f"out_{response_id}"}], "text": text}
 
@@ -33,7 +38,7 @@ def add(
     store: ResponseStore, tenant: str, response_id: str, previous_id: str | None = None, size: int = 0
 ) -> None:
     store.begin(tenant, response_id, StoredResponse(previous_id, b"[]", (f"in_{response_id}",)))
-    store.complete(tenant, response(response_id, "x" * size))
+    complete(store, tenant, response(response_id, "x" * size))
 
 
 def ids_of(store: ResponseStore, tenant: str) -> list[str]:
@@ -67,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), response_id=st.sampled_from(IDS), size=st.integers(0, 3000))
     def complete(self, tenant: str, response_id: str, size: int) -> None:
-        self.store.complete(tenant, response(response_id, "x" * size))
+        complete(self.store, tenant, response(response_id, "x" * size))
         if (tenant, response_id) in self.begun:
             self.begun.discard((tenant, response_id))
             self.used[tenant, response_id] = self.clock.now
@@ -183,12 +188,40 @@ def test_item_is_found_in_any_response_that_holds_it() -> None:
         store.begin("", response_id, StoredResponse("resp_0", b"[]", ("out_resp_0", "out_resp_0")))
         assert store.find_item("", "out_resp_0", "input[0].id").item_ids[0] == "in_resp_0"
     store.discard("", "resp_1")
-    store.complete("", response("resp_2"))
+    complete(store, "", response("resp_2"))
     store.delete("", "resp_0")
     assert store.find_item("", "out_resp_0", "input[0].id").item_ids[0] == "out_resp_0"
     store.delete("", "resp_2")
     with pytest.raises(ResponseNotFound):
         store.find_item("", "out_resp_0", "input[0].id")
+
+
+class CountedId(str):
+    """An id that counts its comparisons."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.num_compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def test_drop_of_a_response_reads_no_other_holder_of_its_items() -> None:
+    """Clients send the items of a conversation again with each turn."""
+    num_responses, num_items = 100, 5
+    items = tuple(f"in_{i}" for i in range(num_items))
+    store = ResponseStore(1000 * num_responses * ENTRY_BYTES, TTL_S)
+    for number in range(num_responses):
+        store.begin("", CountedId(number), StoredResponse(None, b"[]", items))
+    CountedId.num_compared = 0
+    for number in range(num_responses):
+        store.discard("", CountedId(number))
+    assert len(store) == 0
+    assert CountedId.num_compared <= num_responses * (num_items + 4)
 
 
 def test_errors_name_the_options() -> None:
