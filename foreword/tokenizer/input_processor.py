@@ -12,7 +12,7 @@ from foreword.config.options import Config
 from foreword.core.images import PromptImage
 from foreword.core.params import RANDOM_SEED, SEED_MASK, TO_THE_END, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
-from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
 from foreword.tokenizer.tokenizer import Tokenizer
 
 NO_SAMPLING_PARAMS = SamplingParams()
@@ -157,7 +157,7 @@ def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[
         bare = _encode_field("bad_words", word.lstrip(), tokenizer)
         spaced = _encode_field("bad_words", " " + word.lstrip(), tokenizer)
         if not bare:
-            raise InvalidRequest(f"bad_words must hold words, got {word!r}", "bad_words")
+            raise InvalidRequest(f"bad_words must hold words, got {shown(word)}", "bad_words")
         banned.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             banned.append(spaced)
@@ -275,7 +275,7 @@ def _check_length(length: int, max_model_len: int, images: Sequence[PromptImage]
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequest(f"{name} must hold token ids, got {token_id!r:.80}", name)
+            raise InvalidRequest(f"{name} must hold token ids, got {shown(token_id)}", name)
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"{name}: token id {token_id} is outside the vocabulary, which ends at {vocab_size - 1}", name
@@ -295,7 +295,7 @@ def make_embedding_requests(
     """
     if pooling not in POOLING_TYPES:
         raise InvalidRequest(
-            f"pooling must be one of {', '.join(POOLING_TYPES)}, got {pooling!r:.80}", "pooling"
+            f"pooling must be one of {', '.join(POOLING_TYPES)}, got {shown(pooling)}", "pooling"
         )
     for index, ids in enumerate(inputs):
         if image_token_id is not None and image_token_id in ids:
@@ -327,4 +327,6 @@ def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int)
         )
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} holds {token_id!r:.40}; token ids are 0 to {vocab_size - 1}", name)
+            raise InvalidRequest(
+                f"{name} holds {shown(token_id, 40)}; token ids are 0 to {vocab_size - 1}", name
+            )

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.core.request import Request as EngineRequest
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.server.answering.generation import Generation, build_requests, encoding_bytes
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import TextOrIds, TextsOrIds, is_token_ids
@@ -104,7 +104,8 @@ class CompletionBody(SamplingBody):
             if all(isinstance(item, str) or (is_token_ids(item) and item) for item in prompt):
                 return prompt
         raise InvalidRequest(
-            f"prompt must be a text, token ids, or a list of either, none empty, got {prompt!r:.80}", "prompt"
+            f"prompt must be a text, token ids, or a list of either, none empty, got {shown(prompt)}",
+            "prompt",
         )
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from foreword.embedding.encoder_messages import FLOAT_BYTES, normalize_embedding
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.server.answering.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
 from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.ignored_fields import EMBEDDING, POOLING, IgnoredField
@@ -63,14 +63,17 @@ class EmbeddingBody(PoolingBody):
             return [given]
         if not isinstance(given, list) or not given:
             raise InvalidRequest(
-                f"input must be a text, token ids, or a list of either, not empty, got {given!r:.80}", "input"
+                f"input must be a text, token ids, or a list of either, not empty, got {shown(given)}",
+                "input",
             )
         if len(given) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(given)} items; at most {MAX_INPUTS} are taken", "input")
         for index, item in enumerate(given):
             if not isinstance(item, str) and not (item and is_token_ids(item)):
                 name = f"input[{index}]"
-                raise InvalidRequest(f"{name} must be a text or token ids, not empty, got {item!r:.80}", name)
+                raise InvalidRequest(
+                    f"{name} must be a text or token ids, not empty, got {shown(item)}", name
+                )
         return given
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from foreword.core.params import TO_THE_END, SamplingParams
-from foreword.errors import ContextLengthExceeded, InvalidRequest, ResponseNotFound, Unsupported
+from foreword.errors import ContextLengthExceeded, InvalidRequest, ResponseNotFound, Unsupported, shown
 from foreword.server.answering.generation import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import check_num_parts
@@ -198,7 +198,7 @@ async def _resolve_references(
     for name, item in items:
         if item["type"] == "item_reference":
             if item["id"] in used:
-                raise InvalidRequest(f"{name}.id refers to {item['id']!r:.80} once more", f"{name}.id")
+                raise InvalidRequest(f"{name}.id refers to {shown(item['id'])} once more", f"{name}.id")
             if item["id"] not in known:
                 entry = models.response_store.find_item(tenant, item["id"], f"{name}.id")
                 num_bytes += entry.num_bytes
