@@ -86,7 +86,11 @@ async def embeddings(
     server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     embedder = get_embedder(server, body.model, permissions)
     context = server.request_context(permissions, body)
-    inputs, normalize = body.inputs(), body.should_normalize
+    normalize = body.should_normalize
+    if body.dimensions is not None and body.dimensions > embedder.hidden_size:
+        problem = f"dimensions must be at most {embedder.hidden_size}, got {body.dimensions}"
+        raise InvalidRequest(problem, "dimensions")
+    inputs = await server.intake.offload_if_large(request, body.inputs)
     server.admission.check(len(inputs), context.meter)
     options = TokenizeOptions(
         body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name
@@ -94,14 +98,6 @@ async def embeddings(
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
     ids = await server.intake.offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
-
-    async def embed() -> list[bytes]:
-        vectors = await embedder.embed(ids, body.pooling, context)
-        hidden_size = len(vectors[0]) // FLOAT_BYTES
-        if body.dimensions is not None and body.dimensions > hidden_size:
-            problem = f"dimensions must be at most {hidden_size}, got {body.dimensions}"
-            raise InvalidRequest(problem, "dimensions")
-        return vectors
 
     vectors = await with_metrics(
         server,
@@ -111,7 +107,7 @@ async def embeddings(
         "embed",
         len(ids),
         num_tokens,
-        embed,
+        lambda: embedder.embed(ids, body.pooling, context),
     )
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
