@@ -163,12 +163,12 @@ def _parse_entry(path: Path, index: int, entry: object) -> Key:
 def _parse_field(path: Path, where: str, name: object, value: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PARSERS:
         hint = did_you_mean(str(name), PARSERS) or f"; known: {', '.join(PARSERS)}"
-        raise _key_file_error(path, f"{where}: unknown field {shown(str(name))}{hint}")
+        raise _key_file_error(path, f"{where}: unknown field {shown(str(name), MAX_SHOWN_CHARS)}{hint}")
     try:
         parsed = PARSERS[name](value)
     except ValueError as error:
         # An invalid hash is not shown: it may be the key itself.
-        got = "" if name == "hash" else f", got {shown(value)}"
+        got = "" if name == "hash" else f", got {shown(value, MAX_SHOWN_CHARS)}"
         raise _key_file_error(path, f"{where}: {name} must be {error}{got}") from None
     return parsed if isinstance(parsed, dict) else {name: parsed}
 
