@@ -1,8 +1,10 @@
 """The exceptions, with HTTP status, and error type and code as in OpenAI's API."""
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+MAX_SHOWN_CHARS: Final = 80  # of an invalid value in a message
 
 
 class Terminated(SystemExit):
@@ -213,6 +215,35 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "; did you mean port?" for the nearest known name, or "" if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def shown(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """The first characters of repr(value), of which no more is made: a request's value may have megabytes."""
+    text = ""
+    for piece in _repr_pieces(value, max_chars):
+        text += piece
+        if len(text) >= max_chars:
+            break
+    return text[:max_chars]
+
+
+def _repr_pieces(value: object, max_chars: int) -> Iterator[str]:
+    if type(value) is str:
+        yield repr(value[:max_chars])
+    elif type(value) is dict and value:
+        for number, (key, item) in enumerate(value.items()):
+            yield ", " if number else "{"
+            yield from _repr_pieces(key, max_chars)
+            yield ": "
+            yield from _repr_pieces(item, max_chars)
+        yield "}"
+    elif type(value) is list and value:
+        for number, item in enumerate(value):
+            yield ", " if number else "["
+            yield from _repr_pieces(item, max_chars)
+        yield "]"
+    else:
+        yield repr(value)
 
 
 def safe_message(error: ForewordError) -> str:

@@ -37,7 +37,7 @@ from foreword.embedding.encoder_messages import FLOAT_BYTES, cosine, normalize_e
 from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.local import LocalAdapters, LocalClient, LoraInput, defer_interrupt
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.image_source import ImageSource, read_image
@@ -300,7 +300,7 @@ class LLM:
 
     def _render_chat(self, task: ChatTask) -> _Prompt:
         if not all(isinstance(message, Mapping) for message in task.messages):
-            raise InvalidRequest(f"{MESSAGES_HELP}, got {task.messages!r:.80}", "messages")
+            raise InvalidRequest(f"{MESSAGES_HELP}, got {shown(task.messages)}", "messages")
         is_seeded = has_seed(task.params.seed, self.config.seed)
         ids, images = self._chat_processor.render(task, is_seeded=is_seeded, allow_local=True)
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -315,7 +315,7 @@ class LLM:
         elif token_ids is None and isinstance(text, str):
             ids = self.tokenizer.encode(text)
         else:
-            raise InvalidRequest(f"{PROMPT_HELP}, got {prompt!r:.80}", "prompt")
+            raise InvalidRequest(f"{PROMPT_HELP}, got {shown(prompt)}", "prompt")
         images = prompt.get("images") or ()
         self._chat_processor.check_num_images(len(images), "images")
         if images:

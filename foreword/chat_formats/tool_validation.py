@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from foreword.chat_formats.tools import Tool, ToolUse
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 
 MAX_TOOLS: Final = 512
 MAX_TOOLS_BYTES: Final = 1 << 20  # descriptions and schemas as JSON, all together
@@ -39,7 +39,7 @@ def check_tools(
         if TOOL_NAME.fullmatch(tool.name) is None:
             raise InvalidRequest(
                 f"{field}.name must be 1 to 128 letters, digits and characters of _.:/-, "
-                f"got {tool.name!r:.140}",
+                f"got {shown(tool.name, 140)}",
                 f"{field}.name",
             )
         if tool.name in fields:
@@ -58,7 +58,8 @@ def check_tools(
         if name not in fields:
             known = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
             raise InvalidRequest(
-                f"{choice_field} names the tool {name!r:.140}; the tools are: {known or 'none'}", choice_field
+                f"{choice_field} names the tool {shown(name, 140)}; the tools are: {known or 'none'}",
+                choice_field,
             )
     if choice == "required" and len(allowed) == 1:
         parallel = False  # one tool by name: exactly one call of it
@@ -85,11 +86,11 @@ def _read_tool(index: int, tool: Mapping[str, Any]) -> tuple[str, Tool]:
     field = f"tools[{index}].function"
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{field} must be an object with a name, got {function!r:.80}", field)
+        raise InvalidRequest(f"{field} must be an object with a name, got {shown(function)}", field)
     parameters = function.get("parameters") or None
     if parameters is not None and not isinstance(parameters, Mapping):
         name = f"{field}.parameters"
-        raise InvalidRequest(f"{name} must be a JSON schema, got {parameters!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a JSON schema, got {shown(parameters)}", name)
     description = str(function.get("description") or "")
     return field, Tool(function["name"], description, parameters, bool(function.get("strict")))
 
@@ -100,7 +101,7 @@ def _num_bytes(tool: Tool, field: str, schema_field: str) -> int:
         return len(tool.description)
     path, kind = f"{field}.{schema_field}", tool.parameters.get("type")
     if kind != "object":
-        got = "none" if kind is None else f"{kind!r:.80}"
+        got = "none" if kind is None else f"{shown(kind)}"
         raise InvalidRequest(f'{path} must be a schema of type "object", got type {got}', path)
     try:
         return len(tool.description) + len(json.dumps(tool.parameters, allow_nan=False))
@@ -124,7 +125,7 @@ def parse_choice(value: str | Mapping[str, Any] | None, field: str) -> tuple[Cho
     if name is None:
         raise InvalidRequest(
             f'{field} must be "none", "auto", "required", '
-            f'{{"type": "function", "function": {{"name": ...}}}} or allowed_tools, got {value!r:.80}',
+            f'{{"type": "function", "function": {{"name": ...}}}} or allowed_tools, got {shown(value)}',
             field,
         )
     return "required", [name]
@@ -136,7 +137,7 @@ def _parse_allowed(value: object, field: str) -> tuple[Choice, list[str]]:
     names = [_tool_name(tool) for tool in tools] if isinstance(tools, list) else []
     if mode not in ("auto", "required") or not names or None in names:
         raise InvalidRequest(
-            f'{field} must have a mode, "auto" or "required", and tools with names, got {value!r:.80}', field
+            f'{field} must have a mode, "auto" or "required", and tools with names, got {shown(value)}', field
         )
     return mode, list(dict.fromkeys(filter(None, names)))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, shown
 
 SUPPORTED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
@@ -73,7 +73,7 @@ def _parse_line(number: int, raw: bytes, seen: set[str]) -> BatchLine | InvalidL
     if not isinstance(custom_id, str) or not custom_id:
         return InvalidLine(number, None, "a line must be an object with a custom_id, which is a text")
     if custom_id in seen:
-        return InvalidLine(number, custom_id, f"custom_id {custom_id!r:.80} is used by an earlier line")
+        return InvalidLine(number, custom_id, f"custom_id {shown(custom_id)} is used by an earlier line")
     seen.add(custom_id)
     if (reason := _invalid_reason(line)) is not None:
         return InvalidLine(number, custom_id, reason)
@@ -83,11 +83,11 @@ def _parse_line(number: int, raw: bytes, seen: set[str]) -> BatchLine | InvalidL
 def _invalid_reason(line: Mapping[str, Any]) -> str | None:
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     if method != "POST":
-        return f"method must be 'POST', got {method!r:.80}"
+        return f"method must be 'POST', got {shown(method)}"
     if url not in SUPPORTED_URLS:
-        return f"url must be one of {', '.join(SUPPORTED_URLS)}, got {url!r:.80}"
+        return f"url must be one of {', '.join(SUPPORTED_URLS)}, got {shown(url)}"
     if not isinstance(body, dict):
-        return f"body must be an object, got {body!r:.80}"
+        return f"body must be an object, got {shown(body)}"
     if body.get("stream"):
         return "body.stream must be false or left out: each result is a whole answer"
     return None

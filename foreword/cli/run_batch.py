@@ -36,7 +36,7 @@ from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.engine_client.forkserver import ForkServer
-from foreword.errors import ConfigError, EngineDead, ModelLoadFailed
+from foreword.errors import ConfigError, EngineDead, ModelLoadFailed, shown
 from foreword.fleet.memory import plan_server
 from foreword.fleet.model_manager import ModelManager
 from foreword.server.app import create_app
@@ -116,7 +116,7 @@ def _check_url(text: str) -> None:
     except httpx.InvalidURL:
         is_valid = False
     if not is_valid:
-        raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {text!r:.200}", "url")
+        raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {shown(text, 200)}", "url")
 
 
 def lines_by_model(source: Path, models: ModelsConfig) -> Iterator[BatchLine | InvalidLine]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -143,21 +143,21 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
         for name in BOOL_FIELDS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
+                raise InvalidRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", name)
         for name, (field_type, description) in FIELD_TYPES.items():
             if not isinstance(getattr(self, name), field_type):
-                raise InvalidRequest(f"{name} must be {description}, got {getattr(self, name)!r:.80}", name)
+                raise InvalidRequest(f"{name} must be {description}, got {shown(getattr(self, name))}", name)
         self._check_ids()
         self._check_breakers()
         if self.on_runaway not in (None, *ON_RUNAWAY_CHOICES):
             raise InvalidRequest(
-                f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {self.on_runaway!r:.80}",
+                f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {shown(self.on_runaway)}",
                 "on_runaway",
             )
         if self.truncation_side not in TRUNCATION_SIDES:
             raise InvalidRequest(
                 f"truncation_side must be one of {', '.join(TRUNCATION_SIDES)}, "
-                f"got {self.truncation_side!r:.80}",
+                f"got {shown(self.truncation_side)}",
                 "truncation_side",
             )
         if self.truncate_prompt_tokens == 0:
@@ -188,7 +188,7 @@ class SamplingParams:
             set_field(self, "allowed_token_ids", _to_tuple("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
             raise InvalidRequest(
-                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "logit_bias"
+                f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}", "logit_bias"
             )
         set_field(self, "logit_bias", dict(self.logit_bias or {}))
 
@@ -249,19 +249,19 @@ def _to_str_tuple(name: str, value: str | Iterable[str] | None) -> tuple[str, ..
     strings = (value,) if isinstance(value, str) else _to_tuple(name, value or ())
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"{name} must contain non-empty strings, got {string!r}", name)
+            raise InvalidRequest(f"{name} must contain non-empty strings, got {shown(string)}", name)
     return strings
 
 
 def _to_tuple(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
     if not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be a list, got {value!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a list, got {shown(value)}", name)
     return tuple(value)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
+        raise InvalidRequest(f"{name} must be an integer, got {shown(value)}", name)
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
@@ -269,7 +269,7 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 def _check_float(name: str, value: object, low: float, high: float, exclusive_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise InvalidRequest(f"{name} must be a number, got {value!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a number, got {shown(value)}", name)
     if not low <= value <= high or (exclusive_low and value == low):
         bound = f"above {low:g} and at most {high:g}" if exclusive_low else f"between {low:g} and {high:g}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value!r:.40}", name)
+        raise InvalidRequest(f"{name} must be {bound}, got {shown(value, 40)}", name)

@@ -12,7 +12,7 @@ from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.structured_output import RequestGrammar
-from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
+from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded, shown
 
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
@@ -56,7 +56,9 @@ class Request:
         """
         params = self.params
         if not 0 <= self.seed <= SEED_MASK:
-            raise InvalidRequest(f"seed must be between 0 and {SEED_MASK}, got {self.seed!r:.40}", "seed")
+            raise InvalidRequest(
+                f"seed must be between 0 and {SEED_MASK}, got {shown(self.seed, 40)}", "seed"
+            )
         scope = None if params.structured is None else params.structured.scope
         for name, sequences in (
             ("prompt", (self.prompt_ids, self.resume_output_ids)),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
@@ -70,7 +70,7 @@ class StructuredOutput:
         if self.constraint_type not in CONSTRAINT_TYPES:
             known = ", ".join(CONSTRAINT_TYPES)
             raise InvalidRequest(
-                f"{self.field} must be one of {known}, got {self.constraint_type!r:.80}", self.field
+                f"{self.field} must be one of {known}, got {shown(self.constraint_type)}", self.field
             )
         if not isinstance(self.text, str) or (not self.text and self.constraint_type != "json_object"):
             raise InvalidRequest(f"{self.field}: {self.constraint_type} must not be empty", self.field)
@@ -104,7 +104,7 @@ class StructuredOutput:
             schema = schema.model_json_schema()
         field = options.get("field", "structured_outputs")
         if not isinstance(schema, str | Mapping | bool):
-            raise InvalidRequest(f"{field} must be a JSON schema, got {schema!r:.80}", field)
+            raise InvalidRequest(f"{field} must be a JSON schema, got {shown(schema)}", field)
         return cls("json_schema", schema if isinstance(schema, str) else _to_json(schema, field), **options)
 
     @classmethod
@@ -122,7 +122,7 @@ class StructuredOutput:
         """One of these texts."""
         field = options.get("field", "structured_outputs")
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise InvalidRequest(f"{field} must be a list of non-empty strings, got {texts!r:.80}", field)
+            raise InvalidRequest(f"{field} must be a list of non-empty strings, got {shown(texts)}", field)
         return cls("choice", _to_json(list(texts), field), **options)
 
     @classmethod

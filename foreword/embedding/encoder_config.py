@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from foreword.embedding.encoder import EncoderConfig
 from foreword.embedding.encoder_layers import ACTIVATIONS
+from foreword.errors import shown
 from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.weights.config_reader import ConfigReader, read_vocab_size
 
@@ -89,6 +90,6 @@ def read_score_activation(config: ConfigReader) -> str | None:
     if named is not None and named not in SCORE_ACTIVATIONS:
         raise config.error(
             "sentence_transformers",
-            f"activation_fn must be one of {', '.join(SCORE_ACTIVATIONS)}, got {named!r:.80}",
+            f"activation_fn must be one of {', '.join(SCORE_ACTIVATIONS)}, got {shown(named)}",
         )
     return SCORE_ACTIVATIONS[named] if named else "sigmoid"

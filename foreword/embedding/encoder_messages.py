@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from foreword.config.options import Config
 from foreword.embedding.sentence_transformers import POOLINGS
-from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, Unsupported
+from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, Unsupported, shown
 
 LENGTH_BYTES = 8
 MAX_BATCH_TOKENS = 256  # 512 are 3 % faster, but delay the next caller
@@ -110,7 +110,7 @@ def validate_texts(
     if info.task != "embed":
         raise Unsupported(f"{info.name} ranks pairs of texts; it has no embeddings", "model")
     if pooling is not None and pooling not in POOLINGS:
-        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {shown(pooling)}", "pooling")
     return _validate(info, (EncoderInput(tuple(ids), (), pooling or info.pooling) for ids in token_ids))
 
 

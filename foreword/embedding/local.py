@@ -24,7 +24,7 @@ from foreword.embedding.encoder_messages import (
 from foreword.embedding.encoder_tokenizer import EncoderTokenizer
 from foreword.embedding.modernbert import ModernBert
 from foreword.embedding.sentence_transformers import read_pooling_config
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
 from foreword.planning.hardware import probe_hardware
@@ -158,7 +158,7 @@ def _read_config(path: Path) -> tuple[type[TextEncoder], EncoderConfig]:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
-            f"{file}: model_type {model_type!r:.80} is not a supported encoder ({known}); "
+            f"{file}: model_type {shown(model_type)} is not a supported encoder ({known}); "
             "a decoder embeds as the served model",
             "embedding_model",
         )

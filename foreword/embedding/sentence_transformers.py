@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreword.errors import CheckpointError, InvalidRequest
+from foreword.errors import CheckpointError, InvalidRequest, shown
 from foreword.weights.config_reader import ConfigReader, read_json
 
 POOLINGS = ("cls", "mean", "last", "max")
@@ -45,7 +45,7 @@ class PoolingConfig:
             return ""
         if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            message = f"prompt_name must be a prompt of {model} ({known}), got {name!r:.80}"
+            message = f"prompt_name must be a prompt of {model} ({known}), got {shown(name)}"
             raise InvalidRequest(message, "prompt_name")
         return self.prompts[name]
 
@@ -122,11 +122,11 @@ def _read_prompts(file: Path) -> tuple[Mapping[str, str], str | None]:
     values = read_json(file)
     prompts = values.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        message = f"{file}: prompts must map names to texts, got {prompts!r:.80}"
+        message = f"{file}: prompts must map names to texts, got {shown(prompts)}"
         raise CheckpointError(message, "embedding_model")
     default = values.get("default_prompt_name")
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        message = f"{file}: default_prompt_name {default!r:.80} is none of its prompts"
+        message = f"{file}: default_prompt_name {shown(default)} is none of its prompts"
         raise CheckpointError(message, "embedding_model")
     return prompts, default
 

@@ -516,6 +516,7 @@ class EngineBuilder:
             fingerprint=make_fingerprint(*facts),
             backend=self.ops.name,
             load_seconds=self.load_seconds,
+            hidden_size=target.hidden_size,
             draft_model=Path(str(config.draft_model)).name if draft_model else None,
             draft_parameters=draft_model.parameters if draft_model else 0,
             warnings=load_warnings(config, resolved, target, draft_model),

@@ -29,6 +29,7 @@ from foreword.errors import (
     ModelNotFound,
     RequestFailed,
     Unsupported,
+    shown,
 )
 from foreword.kv_cache.prefix_loader import PrefixLoader
 from foreword.lora.adapter import AdapterSlots
@@ -276,7 +277,7 @@ class Engine:
             raise InvalidRequest("the prompt has no tokens", "prompt")
         if request.pooling not in (None, *POOLING_TYPES):
             names = ", ".join(POOLING_TYPES)
-            raise InvalidRequest(f"pooling must be one of {names}, got {request.pooling!r:.80}", "pooling")
+            raise InvalidRequest(f"pooling must be one of {names}, got {shown(request.pooling)}", "pooling")
         length = len(request.prompt_ids) + len(request.resume_output_ids)
         if length - (request.pooling is not None) >= limit:
             raise ContextLengthExceeded(

@@ -20,7 +20,7 @@ from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
-from foreword.errors import AdapterConflict, InvalidRequest
+from foreword.errors import AdapterConflict, InvalidRequest, shown
 from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ class LocalAdapters:
         if key not in self._adapters and not request.lora_path:
             names = ", ".join(sorted(self._adapters)) or "none"
             raise InvalidRequest(
-                f"no adapter is named {key!r:.200}; loaded: {names}; lora_path loads another", "lora_request"
+                f"no adapter is named {shown(key, 200)}; loaded: {names}; lora_path loads another",
+                "lora_request",
             )
         info = self._adapters.pop(key, None)
         while info is None:

@@ -25,7 +25,7 @@ from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
 from foreword.chat_formats.parts.part import Name, Part
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.structured_output import ConstraintScope, Marker, StructuredOutput
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
@@ -120,7 +120,8 @@ class ToolGrammarWriter(GrammarWriter):
         if tool.is_strict:
             path, _, keyword = place.rpartition(": ")
             raise InvalidRequest(
-                f"{tool.field}: {keyword!r} cannot be enforced in this model's calls (at {path})", tool.field
+                f"{tool.field}: {shown(keyword)} cannot be enforced in this model's calls (at {path})",
+                tool.field,
             )
         self._dropped[f"{tool.field}{place}"] = None
 

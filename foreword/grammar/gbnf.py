@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Final
 
 from foreword.chat_formats.call_grammar import escape_char
+from foreword.errors import shown
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 
@@ -94,7 +95,7 @@ class _Parser:
             name = self._expect("name")
             self._expect("defined")
             if name in rules:
-                raise GrammarError(f"the rule {name!r} is defined twice")
+                raise GrammarError(f"the rule {shown(name)} is defined twice")
             rules[name] = self._parse_alternation()
             if len(rules) > limits.MAX_RULES:
                 raise GrammarError(f"a grammar may have at most {limits.MAX_RULES} rules")
@@ -233,7 +234,7 @@ def _check_references(rules: dict[str, Node]) -> None:
     for name, node in rules.items():
         for target in _referenced_rules(node):
             if target not in rules:
-                raise GrammarError(f"the rule {target!r} is not defined; {name!r} refers to it")
+                raise GrammarError(f"the rule {shown(target)} is not defined; {shown(name)} refers to it")
 
 
 def _find_terminals(rules: dict[str, Node]) -> frozenset[str]:

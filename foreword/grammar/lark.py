@@ -10,6 +10,7 @@ from typing import Final
 from llguidance import regex_to_lark
 
 from foreword.chat_formats.call_grammar import escape_char
+from foreword.errors import shown
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 
@@ -103,7 +104,7 @@ def embed_lark(text: str, prefix: str, in_json: bool) -> tuple[str, dict[str, st
             rules[name] = [_embed_regex(COMMON_TERMINALS[imported[1]], in_json)]
             continue
         if line.lstrip().startswith("%"):
-            raise GrammarError(f"the directive {line.strip()!r:.80} is not supported here")
+            raise GrammarError(f"the directive {shown(line.strip())} is not supported here")
         rule = RULE.fullmatch(line)
         if rule is not None:
             head, body = rename(rule[1]), rule[2]
@@ -113,7 +114,7 @@ def embed_lark(text: str, prefix: str, in_json: bool) -> tuple[str, dict[str, st
         if head:
             rules[head].append(LARK_PART.sub(lambda part: _embed_part(part, rename, in_json), body))
         elif body.strip():
-            raise GrammarError(f"expected a rule, got {line.strip()!r:.80}")
+            raise GrammarError(f"expected a rule, got {shown(line.strip())}")
     if rename("start") not in rules:
         raise GrammarError("the grammar has no rule `start`")
     return rename("start"), {head: " ".join(parts) for head, parts in rules.items()}
@@ -125,7 +126,7 @@ def _embed_part(part: re.Match[str], rename: Callable[[str], str], in_json: bool
         return rename(name)
     if regex:
         if part["flags"]:
-            raise GrammarError(f"flags of the expression {regex!r:.80} are not supported here")
+            raise GrammarError(f"flags of the expression {shown(regex)} are not supported here")
         return _embed_regex(regex[1:-1], in_json)
     if string:
         try:
@@ -143,7 +144,7 @@ def _embed_part(part: re.Match[str], rename: Callable[[str], str], in_json: bool
     if part["alias"]:
         return ""
     if other in "<@%&~":
-        raise GrammarError(f"{other!r} is not supported here")
+        raise GrammarError(f"{shown(other)} is not supported here")
     return other
 
 
@@ -163,11 +164,11 @@ def _escaped_chars(atom: str) -> list[str]:
     if atom in REGEX_OPERATORS or atom[0] == "{":
         return []
     if atom[:2] == "(?" or atom in ("^", "$") or atom[:2] in ("\\b", "\\B", "\\p", "\\P", "\\A", "\\z"):
-        raise GrammarError(f"{atom!r} in a regular expression is not supported here")
+        raise GrammarError(f"{shown(atom)} in a regular expression is not supported here")
     try:
         return [char for char in JSON_ESCAPED_CHARS if re.fullmatch(atom, char)]
     except re.error as error:
-        raise GrammarError(f"{atom!r:.80} in a regular expression: {error}") from None
+        raise GrammarError(f"{shown(atom)} in a regular expression: {error}") from None
 
 
 def _embed_atom(atom: str) -> str:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
+from foreword.errors import shown
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark
 from foreword.grammar.json_schema import GrammarError, convert_schema, is_text_list, read_json
@@ -176,7 +177,7 @@ class _Writer:
     ) -> str:
         triggered = [tag for tag in tags if _read_text(tag, "begin").startswith(trigger)]
         if not triggered:
-            raise GrammarError(f"no tag begins with the trigger {trigger!r:.80}")
+            raise GrammarError(f"no tag begins with the trigger {shown(trigger)}")
         text = self._write_text_until(part, [trigger])
         return f"{text} ({' | '.join(self._write_tag(tag, len(trigger)) for tag in triggered)})"
 
@@ -197,7 +198,7 @@ def _check_format(part: Mapping[str, Any]) -> str:
         raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; supported: {supported}")
     for name, value in part.items():
         if name != "type" and name not in FORMAT_FIELDS[kind] and value not in (None, False, []):
-            raise GrammarError(f"the field {name!r:.80} of the format {kind!r} is not supported")
+            raise GrammarError(f"the field {shown(name)} of the format {shown(kind)} is not supported")
     return kind
 
 

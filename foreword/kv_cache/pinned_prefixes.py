@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.kv_cache.block_files import (
     MAX_PINNED_SHARE,
     MAX_TEMPORARY_AGE_S,
@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
         raise InvalidRequest(
             "filename must have 1 to 128 ASCII letters, digits and characters of _.@+=~-, first a letter, a "
-            f"digit or _, got {name!r:.80}",
+            f"digit or _, got {shown(name)}",
             "filename",
         )
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from PIL.Image import Image
 
-from foreword.errors import ConfigError, InvalidRequest
+from foreword.errors import ConfigError, InvalidRequest, shown
 
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MB: Final = 1_000_000
@@ -42,7 +42,7 @@ def _read_file(image: object, where: str) -> bytes:
         return _encode_png(image)
     if not isinstance(image, str | Path):
         raise InvalidRequest(
-            f"{where} must be a path, file bytes or PIL.Image, got {type(image).__name__}: {image!r:.80}",
+            f"{where} must be a path, file bytes or PIL.Image, got {type(image).__name__}: {shown(image)}",
             where,
         )
     try:
@@ -88,7 +88,7 @@ def _parse_host(name: str) -> str:
         return host
     raise ConfigError(
         f"--allowed-media-domains must be comma-separated host names without scheme, port or path, such as "
-        f"images.example.com or .example.com for all subdomains; got {name.strip()!r:.80}",
+        f"images.example.com or .example.com for all subdomains; got {shown(name.strip())}",
         "allowed_media_domains",
     )
 
@@ -100,5 +100,5 @@ def _resolve_directory(path: str) -> Path:
             return resolved
     except (OSError, RuntimeError, ValueError):
         pass
-    message = f"--allowed-local-media-path must be a directory, got {path!r:.200}"
+    message = f"--allowed-local-media-path must be a directory, got {shown(path, 200)}"
     raise ConfigError(message, "allowed_local_media_path")

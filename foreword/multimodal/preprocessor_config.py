@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL.Image import Resampling
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MAX_VALUE = 1 << 24  # sanity limit of sizes and pixels
@@ -70,7 +70,7 @@ class PreprocessorReader:
             return ""
         match = PROCESSOR_TYPE.fullmatch(name) if isinstance(name, str) else None
         if match is None:
-            raise CheckpointError(f"{self.source}: image_processor_type {name!r:.80} is not known", "model")
+            raise CheckpointError(f"{self.source}: image_processor_type {shown(name)} is not known", "model")
         return match[1]
 
     def __contains__(self, key: str) -> bool:
@@ -125,7 +125,7 @@ class PreprocessorReader:
 
     def error(self, key: str, expected: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.source}: {key} must be {expected}, got {self._values.get(key)!r:.80}", "model"
+            f"{self.source}: {key} must be {expected}, got {shown(self._values.get(key))}", "model"
         )
 
 
@@ -159,18 +159,18 @@ def read_tower_info(config: dict[str, Any]) -> VisionTowerInfo:
     """Reads config.json. Raises CheckpointError."""
     vision = config.get("vision_config") or {}
     if not isinstance(vision, dict):
-        raise CheckpointError(f"config.json: vision_config must be an object, got {vision!r:.80}", "model")
+        raise CheckpointError(f"config.json: vision_config must be an object, got {shown(vision)}", "model")
     kind = str(vision.get("model_type", CLIP))
     strategy = str(config.get("vision_feature_select_strategy", "default"))
     if kind not in DEFAULT_PATCH_SIZE or strategy not in NUM_DROPPED_TOKENS:
         raise CheckpointError(
-            f"config.json: the vision encoder {kind!r:.40} with "
-            f"vision_feature_select_strategy {strategy!r:.40} is not supported",
+            f"config.json: the vision encoder {shown(kind, 40)} with "
+            f"vision_feature_select_strategy {shown(strategy, 40)} is not supported",
             "model",
         )
     side = vision.get("image_size", DEFAULT_IMAGE_SIZE)
     patch = vision.get("patch_size", DEFAULT_PATCH_SIZE[kind])
     if not is_int(side) or not is_int(patch) or patch > side:
-        message = f"patch_size must be at most image_size, got {patch!r:.40} and {side!r:.40}"
+        message = f"patch_size must be at most image_size, got {shown(patch, 40)} and {shown(side, 40)}"
         raise CheckpointError(f"config.json: {message}", "model")
     return VisionTowerInfo(side, side // patch, NUM_CLASS_TOKENS[kind] - NUM_DROPPED_TOKENS[strategy])

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.llava_processor import LlavaNextProcessor, LlavaProcessor
 from foreword.multimodal.preprocessor_config import (
@@ -59,7 +59,7 @@ def read_placeholder_ids(path: Path, vocab_size: int) -> frozenset[int]:
         ids[VIDEO_KEY] = config[VIDEO_KEY]
     for key, value in ids.items():
         if not is_int(value, 0) or value >= vocab_size:
-            problem = f"{key} must be a token id from 0 to {vocab_size - 1}, got {value!r:.40}"
+            problem = f"{key} must be a token id from 0 to {vocab_size - 1}, got {shown(value, 40)}"
             raise CheckpointError(f"{file}: {problem}", "model")
     return frozenset(ids.values())
 
@@ -68,7 +68,8 @@ def _read_placeholder_id(config: dict[str, Any], file: Path) -> int:
     value = next((config[key] for key in PLACEHOLDER_KEYS if config.get(key) is not None), None)
     if not is_int(value, 0):
         raise CheckpointError(
-            f"{file}: image_token_id must be an integer from 0 to {MAX_VALUE}, got {value!r:.40}", "model"
+            f"{file}: image_token_id must be an integer from 0 to {MAX_VALUE}, got {shown(value, 40)}",
+            "model",
         )
     assert isinstance(value, int)
     return value

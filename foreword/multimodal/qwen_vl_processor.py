@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from PIL.Image import Image, Resampling
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 from foreword.multimodal.image_processor import ImageLayout, ImageProcessor, resize, to_chw
 from foreword.multimodal.preprocessor_config import PreprocessorReader, is_int
 
@@ -78,7 +78,8 @@ def _read_pixel_limits(options: PreprocessorReader) -> tuple[int, int]:
     )
     if not is_int(low) or not is_int(high) or low > high:
         raise CheckpointError(
-            f"{options.source}: pixels must be integers, min {low!r:.40} to max {high!r:.40}", "model"
+            f"{options.source}: pixels must be integers, min {shown(low, 40)} to max {shown(high, 40)}",
+            "model",
         )
     return low, high
 
@@ -89,5 +90,5 @@ def _check_consistent(config: dict[str, Any], options: PreprocessorReader, expec
     for key, value in expected.items():
         other = vision.get(key, value) if isinstance(vision, dict) else value
         if other != value:
-            message = f"{options.source}: {key} is {value}, but {other!r:.40} in config.json"
+            message = f"{options.source}: {key} is {value}, but {shown(other, 40)} in config.json"
             raise CheckpointError(message, "model")

@@ -119,6 +119,7 @@ class EngineInfo:
     fingerprint: str  # engines of the same fingerprint give equal answers
     backend: str  # name of the kernel backend
     load_seconds: dict[str, float]  # by stage: import, weights, warmup
+    hidden_size: int = 0  # numbers of an embedding
     draft_model: str | None = None  # name of its directory
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()  # for the operator

@@ -12,16 +12,17 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, OverBudget
 from foreword.server.apis.body import StrictModel
 from foreword.server.http.errors import validation_error
 from foreword.workers.worker import receive_job, serve
 
 UNREADABLE: Final = "There was an error parsing the body"  # FastAPI's words
+MAX_CONTAINERS: Final = 1 << 18  # lists and objects of a body: the server makes them again at once
 
 
 def read_body(body_class: type[StrictModel], data: bytes) -> StrictModel:
-    """The body as FastAPI reads it. Raises InvalidRequest."""
+    """The body as FastAPI reads it. Raises InvalidRequest, OverBudget for too many lists and objects."""
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -29,12 +30,27 @@ def read_body(body_class: type[StrictModel], data: bytes) -> StrictModel:
         raise validation_error([details]) from None
     except (RecursionError, ValueError):  # too deep, or no UTF-8
         raise InvalidRequest(UNREADABLE) from None
+    # Brackets are counted first, which is quick; some of them may be inside of texts.
+    might_exceed = data.count(b"[") + data.count(b"{") > MAX_CONTAINERS
+    if might_exceed and (count := count_containers(value)) > MAX_CONTAINERS:
+        raise OverBudget(f"the body holds {count} lists and objects; the limit is {MAX_CONTAINERS}")
     try:
         body: StrictModel = _adapter(body_class).validate_python(value, from_attributes=True)
     except ValidationError as error:
         details_of = error.errors(include_url=False)
         raise validation_error([{**item, "loc": ("body", *item["loc"])} for item in details_of]) from None
     return body
+
+
+def count_containers(value: Any) -> int:
+    """Lists and objects inside a value of JSON, which is one itself."""
+    count, pending = 0, [value]
+    while pending:
+        items = pending.pop()
+        count += 1
+        values = items.values() if isinstance(items, dict) else items
+        pending += [item for item in values if isinstance(item, (list, dict))]
+    return count
 
 
 @cache
@@ -49,13 +65,15 @@ def start(body_classes: Sequence[type[StrictModel]]) -> Callable[[Connection], N
 
     def handle(connection: Connection) -> None:
         body_class, max_parts = connection.recv()
-        reply: StrictModel | InvalidRequest
         try:
-            reply = body = read_body(body_class, receive_job(connection))
+            body = read_body(body_class, receive_job(connection))
             body.check_num_parts(max_parts)
+            reply = pickle.dumps(body, pickle.HIGHEST_PROTOCOL)
         except InvalidRequest as error:
-            reply = error
-        connection.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
+            reply = pickle.dumps(error)
+        except RecursionError:  # pickle goes less deep than the parser of JSON
+            reply = pickle.dumps(InvalidRequest("the body is nested too deeply"))
+        connection.send_bytes(reply)
 
     return handle
 

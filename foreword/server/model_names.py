@@ -13,7 +13,7 @@ from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.config.models_file import ModelEntry
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.base import EngineClient
-from foreword.errors import AdapterConflict, ConfigError, InvalidRequest, ModelNotFound
+from foreword.errors import AdapterConflict, ConfigError, InvalidRequest, ModelNotFound, shown
 
 MAX_NAME_CHARS = 200
 
@@ -150,15 +150,17 @@ class ModelNames:
         try:
             source = (root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
-            raise InvalidRequest(f"lora_path: no adapter {path!r:.200} in --lora-dir", "lora_path") from None
+            raise InvalidRequest(
+                f"lora_path: no adapter {shown(path, 200)} in --lora-dir", "lora_path"
+            ) from None
         if not source.is_relative_to(root) or source == root:
-            raise InvalidRequest(f"lora_path: {path!r:.200} is not in --lora-dir", "lora_path")
+            raise InvalidRequest(f"lora_path: {shown(path, 200)} is not in --lora-dir", "lora_path")
         return source
 
     async def unload_adapter(self, name: str) -> None:
         """Forget the name at once, and free the slot once no open request uses it. Raises ModelNotFound."""
         if name not in self._adapters:
-            raise ModelNotFound(f"no adapter is called {name!r:.200}", "lora_name")
+            raise ModelNotFound(f"no adapter is called {shown(name, 200)}", "lora_name")
         info = self._adapter_info(name)
         assert info is not None, "adapters are unloaded from an engine"
         del self._adapters[name]
@@ -188,8 +190,9 @@ def _check_adapter_names(modules: Iterable[LoraModule], model_names: Iterable[st
     for module in modules:
         if module.name in known:
             raise ConfigError(
-                f"an adapter and the model are both called {module.name!r:.200}; rename one", "lora_modules"
+                f"an adapter and the model are both called {shown(module.name, 200)}; rename one",
+                "lora_modules",
             )
         if module.base_model_name is not None and module.base_model_name not in known:
-            problem = f"base_model_name of {module.name!r:.200} is {module.base_model_name!r:.200}"
+            problem = f"base_model_name of {shown(module.name, 200)} is {shown(module.base_model_name, 200)}"
             raise ConfigError(f"lora_modules: {problem}; the model is called {known[0]!r}", "lora_modules")

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from foreword.config.models_file import ModelEntry, ModelVariant
 from foreword.config.options import Config
-from foreword.errors import InvalidRequest, ModelLoading, ModelNotFound, Overloaded, Unsupported
+from foreword.errors import InvalidRequest, ModelLoading, ModelNotFound, Overloaded, Unsupported, shown
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.request_stats import RequestProgress
 from foreword.metrics.server_metrics import ServerMetrics
@@ -228,7 +228,7 @@ class ServedModels:
         model = self.find(name)
         if model is None:
             allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
-            problem = f"the model {name!r:.200} does not exist; this server serves {allowed}"
+            problem = f"the model {shown(name, 200)} does not exist; this server serves {allowed}"
             raise ModelNotFound(problem, "model")
         served = model.names.find(name) or model.names.default
         names = model.names.all if name is None and or_encoder else served.names

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 from foreword.tokenizer.generation_config import GenerationConfig, read_generation_config
 
 MAX_TOKENS = 1 << 24  # ids of a vocabulary
@@ -115,7 +115,7 @@ def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, Mappi
     ):
         return {int(key): value for key, value in added.items()}
     file = path / "tokenizer_config.json"
-    raise CheckpointError(f"{file}: added_tokens_decoder must hold a token per id, got {added!r:.80}")
+    raise CheckpointError(f"{file}: added_tokens_decoder must hold a token per id, got {shown(added)}")
 
 
 def _is_token(value: object) -> bool:
@@ -148,7 +148,7 @@ def _read_ids(file: Path, key: str, values: Mapping[str, Any]) -> tuple[int, ...
     value = values.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in ids):
-        raise CheckpointError(f"{file}: {key} must be an id or a list of ids, got {value!r:.80}", "model")
+        raise CheckpointError(f"{file}: {key} must be an id or a list of ids, got {shown(value)}", "model")
     return tuple(ids)
 
 

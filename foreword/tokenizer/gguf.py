@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, shown
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.generation_config import read_gguf_generation_config
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class TokenizerMetadata:
         """The value, or None if it is missing."""
         value = self.values.get(KEY_PREFIX + key)
         if value is not None and type(value) is not expected_type:
-            raise self.error(key, f"must be of type {expected_type.__name__}, got {value!r:.60}")
+            raise self.error(key, f"must be of type {expected_type.__name__}, got {shown(value, 60)}")
         return value
 
     def get_bool(self, key: str, default: bool) -> bool:
@@ -123,7 +123,7 @@ class TokenizerMetadata:
         """Refuse a value other than `allowed`, the default."""
         value = self.values.get(KEY_PREFIX + key)
         if value not in (None, allowed):
-            raise self.error(key, f"{value!r:.60} is not supported")
+            raise self.error(key, f"{shown(value, 60)} is not supported")
 
     def error(self, key: str, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: `{KEY_PREFIX}{key}` {reason}", "model")
@@ -147,7 +147,7 @@ class GGUFVocab:
         ids = dict(used)
         if len(ids) < len(used):
             token, index = next(pair for pair in used if ids[pair[0]] != pair[1])
-            raise metadata.error("tokens", f"holds {token!r:.60} twice, as {index} and {ids[token]}")
+            raise metadata.error("tokens", f"holds {shown(token, 60)} twice, as {index} and {ids[token]}")
         return cls(ids, types, metadata.get_floats("scores", len(tokens)), len(tokens))
 
     def tokens_of_type(self, *token_types: int) -> list[str]:
@@ -252,7 +252,7 @@ def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
     name = metadata.get_str("pre")
     if name not in PRE_TOKENIZERS:
         raise metadata.error(
-            "pre", f"{name!r:.60} is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}"
+            "pre", f"{shown(name, 60)} is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     return PRE_TOKENIZERS[name]
 
@@ -265,7 +265,7 @@ def _read_merges(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> list[tup
     pairs = [merge.partition(" ") for merge in merges]
     if not all(left and right for left, _, right in pairs):
         wrong = next("".join(parts) for parts in pairs if not (parts[0] and parts[2]))
-        raise metadata.error("merges", f"holds {wrong!r:.60}, which is not a pair of tokens")
+        raise metadata.error("merges", f"holds {shown(wrong, 60)}, which is not a pair of tokens")
     return [(left, right) for left, _, right in pairs]
 
 
@@ -370,7 +370,9 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
     metadata = TokenizerMetadata(values, source)
     model = metadata.get_str("model")
     if model not in TOKENIZER_MODELS:
-        raise metadata.error("model", f"{model!r:.60} is not supported; known: {', '.join(TOKENIZER_MODELS)}")
+        raise metadata.error(
+            "model", f"{shown(model, 60)} is not supported; known: {', '.join(TOKENIZER_MODELS)}"
+        )
     metadata.require_value("normalizer.lowercase", False)
     metadata.require_value("normalizer.strip_accents", False)
     metadata.require_value("add_sep_token", False)
@@ -458,6 +460,6 @@ def _read_chat_template(values: Mapping[str, Any], source: str) -> str | None:
     template = values.get(CHAT_TEMPLATE_KEY)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
-            f"{source}: `{CHAT_TEMPLATE_KEY}` must be a text, got {template!r:.60}", "chat_template"
+            f"{source}: `{CHAT_TEMPLATE_KEY}` must be a text, got {shown(template, 60)}", "chat_template"
         )
     return template or None

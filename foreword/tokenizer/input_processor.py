@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -12,10 +12,11 @@ from foreword.config.options import Config
 from foreword.core.images import PromptImage
 from foreword.core.params import RANDOM_SEED, SEED_MASK, TO_THE_END, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
-from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
 from foreword.tokenizer.tokenizer import Tokenizer
 
 NO_SAMPLING_PARAMS = SamplingParams()
+MAX_DRY_SEQUENCES = 1 << 16  # of one request; each word of small letters has thousands
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +154,10 @@ def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[
     """
     banned: list[tuple[int, ...]] = []
     for word in words:
-        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        bare = _encode_field("bad_words", word.lstrip(), tokenizer)
+        spaced = _encode_field("bad_words", " " + word.lstrip(), tokenizer)
         if not bare:
-            raise InvalidRequest(f"bad_words must hold words, got {word!r}", "bad_words")
+            raise InvalidRequest(f"bad_words must hold words, got {shown(word)}", "bad_words")
         banned.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             banned.append(spaced)
@@ -170,11 +171,7 @@ def encode_reasoning_end(text: str | None, tokenizer: Tokenizer) -> tuple[tuple[
     """
     sequences: list[tuple[int, ...]] = []
     for before, after in product(("", " ", "\n", "\n\n"), ("", "\n", "\n\n")) if text else ():
-        try:
-            ids = tuple(tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False))
-        except InvalidRequest as error:
-            field = "structured_outputs.after"
-            raise InvalidRequest(field + error.message.removeprefix("prompt"), field) from None
+        ids = _encode_field("structured_outputs.after", f"{before}{text}{after}", tokenizer)
         if not any(known == ids[i : i + len(known)] for known in sequences for i in range(len(ids))):
             sequences.append(ids)
     return tuple(sequences)
@@ -184,31 +181,50 @@ def encode_dry_breakers(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[tup
     """Token sequences that end a repeat for DRY sampling.
 
     Tokens that contain one of the texts, and tokens that end with a prefix of it plus the tokens of the rest.
+    Raises InvalidRequest for more than MAX_DRY_SEQUENCES, or a text that is not valid Unicode.
     """
+    name = "dry_sequence_breakers"
+    sequences: dict[tuple[int, ...], None] = {}
+    for sequence in _dry_sequences(name, texts, tokenizer):
+        sequences[sequence] = None
+        if len(sequences) > MAX_DRY_SEQUENCES:
+            raise InvalidRequest(
+                f"{name} match more than {MAX_DRY_SEQUENCES} sequences of tokens, which is the limit: "
+                "send fewer texts, or texts of rarer letters",
+                name,
+            )
+    return tuple(sequences)
+
+
+def _dry_sequences(name: str, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     search = tokenizer.token_search()
-    sequences: list[tuple[int, ...]] = []
-    for text in texts:
-        sequences += [(token_id,) for token_id in search.containing(text.encode())]
+    for text in dict.fromkeys(texts):
+        _encode_field(name, text, tokenizer)  # raises InvalidRequest for a lone surrogate
+        yield from ((token_id,) for token_id in search.containing(text.encode()))
         for cut in range(1, len(text)):
-            rest = tokenizer.encode(text[cut:], add_special_tokens=False)
-            sequences += [(token_id, *rest) for token_id in search.ending_with(text[:cut].encode())]
-    return tuple(dict.fromkeys(sequences))
+            rest = _encode_field(name, text[cut:], tokenizer)
+            yield from ((token_id, *rest) for token_id in search.ending_with(text[:cut].encode()))
 
 
 def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
     """Tokens of the predicted output; () without one."""
     if not text:
         return ()
-    try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    except InvalidRequest as error:
-        raise InvalidRequest("prediction" + error.message.removeprefix("prompt"), "prediction") from None
+    ids = _encode_field("prediction", text, tokenizer)
     if len(ids) > max_model_len:
         raise InvalidRequest(
             f"the prediction has {len(ids)} tokens; an answer has at most {max_model_len} (--max-model-len)",
             "prediction",
         )
-    return tuple(ids)
+    return ids
+
+
+def _encode_field(field: str, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a text that is no prompt. Raises InvalidRequest, which names the field."""
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    except InvalidRequest as error:
+        raise InvalidRequest(field + error.message.removeprefix("prompt"), field) from None
 
 
 def _truncate_prompt(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> tuple[int, ...]:
@@ -259,7 +275,7 @@ def _check_length(length: int, max_model_len: int, images: Sequence[PromptImage]
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequest(f"{name} must hold token ids, got {token_id!r:.80}", name)
+            raise InvalidRequest(f"{name} must hold token ids, got {shown(token_id)}", name)
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"{name}: token id {token_id} is outside the vocabulary, which ends at {vocab_size - 1}", name
@@ -279,7 +295,7 @@ def make_embedding_requests(
     """
     if pooling not in POOLING_TYPES:
         raise InvalidRequest(
-            f"pooling must be one of {', '.join(POOLING_TYPES)}, got {pooling!r:.80}", "pooling"
+            f"pooling must be one of {', '.join(POOLING_TYPES)}, got {shown(pooling)}", "pooling"
         )
     for index, ids in enumerate(inputs):
         if image_token_id is not None and image_token_id in ids:
@@ -311,4 +327,6 @@ def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int)
         )
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} holds {token_id!r:.40}; token ids are 0 to {vocab_size - 1}", name)
+            raise InvalidRequest(
+                f"{name} holds {shown(token_id, 40)}; token ids are 0 to {vocab_size - 1}", name
+            )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from foreword.chat_formats.tools import WrittenCall
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.multimodal.image_source import ImageSource, read_image
 
 TEXT_PARTS = ("text", "refusal")  # types of parts with a text, in the field of that name
@@ -86,12 +86,12 @@ def _parse_image_url(part: Mapping[str, Any], field_name: str) -> ImageSource:
         detail = value.get("detail")
         if detail is not None and detail not in IMAGE_DETAILS:
             raise InvalidRequest(
-                f"{field_name}.detail must be one of {', '.join(IMAGE_DETAILS)}, got {detail!r:.80}",
+                f"{field_name}.detail must be one of {', '.join(IMAGE_DETAILS)}, got {shown(detail)}",
                 f"{field_name}.detail",
             )
         value, field_name = value.get("url"), f"{field_name}.url"
     if not isinstance(value, str):
-        raise InvalidRequest(f"{field_name} must be a URL, got {value!r:.80}", field_name)
+        raise InvalidRequest(f"{field_name} must be a URL, got {shown(value)}", field_name)
     return ImageSource(field_name, value)
 
 
@@ -167,7 +167,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
                 field_name = f"{where}.tool_call_id"
                 known = f"the calls are {', '.join(list(names)[-8:])}" if names else "there is none"
                 raise InvalidRequest(
-                    f"{field_name} {call_id!r:.80} is the id of no call before this message; {known}",
+                    f"{field_name} {shown(call_id)} is the id of no call before this message; {known}",
                     field_name,
                 )
             open_ids.pop(call_id, None)
@@ -180,11 +180,11 @@ def _read_call(call: object, field_name: str, number: int) -> dict[str, Any]:
     given = call if isinstance(call, Mapping) else {}
     function = given.get("function", given)
     if not given or not isinstance(function, Mapping):
-        raise InvalidRequest(f"{field_name} must be a call of a function, got {call!r:.80}", field_name)
+        raise InvalidRequest(f"{field_name} must be a call of a function, got {shown(call)}", field_name)
     arguments, name = function.get("arguments"), function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(
-            f"{field_name}.function.name must be a text, got {name!r:.80}", f"{field_name}.function.name"
+            f"{field_name}.function.name must be a text, got {shown(name)}", f"{field_name}.function.name"
         )
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -196,7 +196,7 @@ def _read_call(call: object, field_name: str, number: int) -> dict[str, Any]:
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(
-            f"{field_name}.function.arguments must be a JSON object, got {arguments!r:.80}",
+            f"{field_name}.function.arguments must be a JSON object, got {shown(arguments)}",
             f"{field_name}.function.arguments",
         )
     call_id = str(given.get("id") or f"call{number:05}")
@@ -303,7 +303,7 @@ def _parse_content(
         return [_text_part("")]
     if not isinstance(content, list | tuple):
         raise InvalidRequest(
-            f"{field_name} must be a text or a list of parts, got {content!r:.80}", field_name
+            f"{field_name} must be a text or a list of parts, got {shown(content)}", field_name
         )
     parts = [_parse_part(part, f"{field_name}[{i}]", allow_images) for i, part in enumerate(content)]
     # An empty text beside others would be a line break in one API and nothing in another.
@@ -314,7 +314,7 @@ def _parse_part(part: object, field_name: str, allow_images: bool) -> Mapping[st
     if isinstance(part, str):
         return _text_part(part)
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(f"{field_name} must be an object with a type, got {part!r:.80}", field_name)
+        raise InvalidRequest(f"{field_name} must be an object with a type, got {shown(part)}", field_name)
     kind: str = part["type"]
     if allow_images and kind == "image":
         return dict(IMAGE_PART)  # templates may write it as JSON
@@ -327,11 +327,13 @@ def _parse_part(part: object, field_name: str, allow_images: bool) -> Mapping[st
         if allow_images:
             known = UNSUPPORTED_PART_HINTS.get(kind)
             hint = "; only texts and images are" if known is None else f": {known}"
-        raise Unsupported(f"{field_name}: parts of type {kind!r:.40} are not supported{hint}", field_name)
+        raise Unsupported(
+            f"{field_name}: parts of type {shown(kind, 40)} are not supported{hint}", field_name
+        )
     name = f"{field_name}.{kind}"
     text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{name} must be a text, got {text!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a text, got {shown(text)}", name)
     return _text_part(text)
 
 

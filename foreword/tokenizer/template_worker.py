@@ -20,6 +20,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from foreword.errors import shown
 from foreword.workers.worker import serve
 
 RENDERED, REFUSED, NOT_COMPILED = b"rendered", b"refused ", b"compile "  # 8 bytes before the text of a reply
@@ -85,7 +86,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     if WIDE_FIELD.search(pattern):  # strftime would pad without a limit
-        raise jinja2.TemplateError(f"strftime_now writes a date, got the format {pattern!r:.80}")
+        raise jinja2.TemplateError(f"strftime_now writes a date, got the format {shown(pattern)}")
     return datetime.now().strftime(pattern)
 
 

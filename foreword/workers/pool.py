@@ -5,6 +5,7 @@ A worker runs `python -m MODULE FD`, where MODULE calls `workers.worker.serve`. 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -49,7 +50,33 @@ def load_reply(data: bytes, bases: tuple[type, ...]) -> Any:
     A worker reads untrusted input: a compromised one must not run code in this process.
     Raises UnpicklingError for anything else.
     """
-    return _ReplyUnpickler(data, bases).load()
+    with _pause_gc:
+        return _ReplyUnpickler(data, bases).load()
+
+
+class _GCPause:
+    """No garbage collection in any thread meanwhile: each run visits all that is made, which is all alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_users == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0 and self._was_enabled:
+                gc.enable()
+
+
+_pause_gc = _GCPause()
 
 
 class _ReplyUnpickler(pickle.Unpickler):

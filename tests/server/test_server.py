@@ -13,7 +13,11 @@ import openai
 import pytest
 
 from foreword.config.options import Config
+from foreword.server import intake
+from foreword.server.routes import tokenize
+from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.support.counted_work import record_threads
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -67,6 +71,35 @@ def test_tokenize(served: RunningServer, special: bool) -> None:
     assert served.http.post("/detokenize", json={"tokens": [97, 195, 169, 257]}).json() == {
         "prompt": "aé<|eos|>"
     }
+
+
+def test_many_tokens_are_named_in_a_thread(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of 2 MB held the event loop for 1.2 s."""
+    on_loop = record_threads(monkeypatch, Tokenizer, "id_to_token")
+    monkeypatch.setattr(tokenize, "INLINE_IDS", 3)
+    answers = [
+        served.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        for text in ("abc", "abcd")
+    ]
+    assert [answer["token_strs"] for answer in answers] == [list("abc"), list("abcd")]
+    assert on_loop == [True] * 3 + [False] * 4
+
+
+def test_many_ids_are_decoded_in_a_thread(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop = record_threads(monkeypatch, Tokenizer, "decode")
+    monkeypatch.setattr(intake, "INLINE_WORK_BYTES", 100)
+    for count in (10, 100):
+        assert served.http.post("/detokenize", json={"tokens": [97] * count}).json() == {
+            "prompt": "a" * count
+        }
+    assert on_loop == [True, False]
+
+
+def test_prompt_to_tokenize_is_limited(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "MAX_PROMPT_CHARS", 5)
+    assert served.http.post("/tokenize", json={"prompt": "abcde"}).json()["count"] == 5
+    error = served.http.post("/tokenize", json={"prompt": "abcdef"}).json()["error"]
+    assert error["param"] == "prompt" and "6 characters; the limit is 5" in error["message"]
 
 
 def test_tokenize_a_conversation(served: RunningServer) -> None:

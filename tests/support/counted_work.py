@@ -1,8 +1,12 @@
-"""The work of Python code as a count, which is equal on every machine."""
+"""The work of Python code as a count, which is equal on every machine, and its thread."""
 
+import asyncio
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+import pytest
 
 
 def count_calls(work: Callable[[], object]) -> int:
@@ -20,3 +24,16 @@ def count_calls(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def record_threads(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[bool]:
+    """Of each later call of a function: whether it ran on an event loop, which it would hold up."""
+    calls: list[bool] = []
+    function = getattr(owner, name)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append(asyncio._get_running_loop() is not None)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, record)
+    return calls

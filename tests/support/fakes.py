@@ -34,6 +34,7 @@ from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import BYTE_ALPHABET, Tokenizer
 
 BOS, EOS, START, END = 256, 257, 258, 259
+EMBEDDING_SIZE = 8
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{%- for message in messages -%}"
@@ -67,7 +68,9 @@ def engine_info(max_model_len: int = 2048, config: Config | None = None) -> Engi
     hardware = HardwareInfo(device="cpu", cores=1, free_bytes=1 << 30, supports_bfloat16=True)
     model_info = ModelInfo("fake", max_model_len, "float32", 1000, VOCAB_SIZE, 8)
     resolved = resolve(config or Config(), hardware, model_info)
-    return EngineInfo("fake", 1000, VOCAB_SIZE, resolved, "fp_fake", "reference", {"weights": 0.0})
+    return EngineInfo(
+        "fake", 1000, VOCAB_SIZE, resolved, "fp_fake", "reference", {"weights": 0.0}, EMBEDDING_SIZE
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,8 @@ def _burst(script: FakeOutput, state: RequestState, ids: list[int], size: int) -
 
 def vector_of(request: Request) -> bytes:
     """Counts of the letters a to h in the prompt: texts that share letters are similar."""
-    return array("f", [request.prompt_ids.count(letter) for letter in range(ord("a"), ord("i"))]).tobytes()
+    letters = range(ord("a"), ord("a") + EMBEDDING_SIZE)
+    return array("f", [request.prompt_ids.count(letter) for letter in letters]).tobytes()
 
 
 def logprob_of(token_id: int, count: int | None) -> TokenLogprob:

@@ -139,6 +139,31 @@ def test_dry_breakers_contain_or_begin_the_text() -> None:
     assert len(found) == len(set(found)) and single and begun
 
 
+def test_sequences_of_dry_breakers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 words of 6 letters, 703 bytes, made 690,000 sequences in 4.3 s."""
+    tokenizer = Tokenizer(byte_level_backend())
+    num_sequences = len(encode_dry_breakers(["the", "then"], tokenizer))
+    monkeypatch.setattr(input_processor, "MAX_DRY_SEQUENCES", num_sequences)
+    assert len(encode_dry_breakers(["the", "then", "the"], tokenizer)) == num_sequences
+    with pytest.raises(InvalidRequest, match=f"more than {num_sequences} sequences.*the limit") as caught:
+        encode_dry_breakers(["the", "then", "cat"], tokenizer)
+    assert caught.value.param == "dry_sequence_breakers"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": ["a", "\ud800"]},
+        {"dry_sequence_breakers": ["\ud800"], "dry_multiplier": 1.0},
+        {"dry_sequence_breakers": ["a\ud800b"], "dry_multiplier": 1.0},
+    ],
+)
+def test_lone_surrogate_is_refused_by_its_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{next(iter(fields))} is not valid Unicode") as caught:
+        make_requests([1], SamplingParams(**fields), TOKENIZER, "x", 100)
+    assert caught.value.param == next(iter(fields))
+
+
 def test_dry_breakers_only_with_dry_sampling() -> None:
     (plain,) = make_requests([1], SamplingParams(), TOKENIZER, "x", 100)
     (dry,) = make_requests(

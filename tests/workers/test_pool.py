@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -247,3 +248,24 @@ def test_replies_hold_no_other_classes() -> None:
         with pytest.raises(pickle.UnpicklingError, match="a worker replied with"):
             load_reply(pickle.dumps(foreign), (InvalidRequest,))
     assert str(load_reply(pickle.dumps(OverBudget("no", "field")), (InvalidRequest,))) == "no"
+
+
+def test_reply_is_made_without_garbage_collection() -> None:
+    """Collections took most of the time in which a reply of many lists held the interpreter's lock."""
+    reply = pickle.dumps([[] for _ in range(100_000)])
+    collections: list[str] = []
+
+    def record(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(record)
+    try:
+        assert len(load_reply(reply, ())) == 100_000
+        during = len(collections)
+        with pytest.raises(pickle.UnpicklingError):
+            load_reply(pickle.dumps(os.system), ())
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(record)
+    assert during <= 2, "one that began when it ended"

@@ -103,6 +103,7 @@ class Embedder(Protocol):
     name: str  # name in the API
     max_tokens: int  # limit of one input
     vocab_size: int
+    hidden_size: int  # numbers of a vector
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
         """Token ids. Raises InvalidRequest."""
@@ -143,6 +144,7 @@ class DecoderEmbedder:
         max_model_len = server.max_model_len
         self.max_tokens = min(max_model_len, self._pooling_config.max_tokens or max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
+        self.hidden_size = server.info().hidden_size
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
         text = self._pooling_config.find_prompt(options.prompt_name, self.name) + text
@@ -185,6 +187,7 @@ class EncoderEmbedder:
         self._encoder = encoder
         self._tokenizer = _get_tokenizer(encoder)
         self.name, self.max_tokens, self.vocab_size = info.name, info.max_tokens, info.vocab_size
+        self.hidden_size = info.hidden_size
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
         return self._tokenizer.encode(

@@ -37,6 +37,7 @@ from foreword.tokenizer.input_processor import EncodedParams, SamplingDefaults, 
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 logger = logging.getLogger("foreword.serve")
+DRY_BYTES = 1 << 20
 MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
 
 
@@ -58,6 +59,7 @@ async def start_chat(
         requests = await server.intake.offload_if_large(
             request,
             lambda: build_requests(server, prompt.token_ids, plan.params, request_id, context, prompt.images),
+            request.state.body_bytes + encoding_bytes(plan.params),
         )
         make_parser = partial(server.chat_processor.make_parser, plan.parsing)
         return Generation(server, requests, context, task.prompt_only, resources.pop_all(), make_parser)
@@ -141,6 +143,11 @@ def build_requests(
         )
         for request in requests
     ]
+
+
+def encoding_bytes(params: SamplingParams) -> int:
+    """Bytes of text that take as long to tokenize as these to encode: DRY searches the vocabulary."""
+    return DRY_BYTES if params.uses_dry else 0
 
 
 def _deadline_s(start_s: float, seconds: float | None) -> float | None:

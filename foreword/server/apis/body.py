@@ -14,11 +14,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
 from foreword.server.apis.ignored_fields import IgnoredField
 from foreword.server.http.responses import REQUEST_ID_PATTERN
 
@@ -84,6 +92,18 @@ def extend_schema(schema: dict[str, Any], body: type) -> None:
             field["description"] = LINK.sub(r"\1", text)
 
 
+def _fail_fast(schema: Any) -> None:
+    """Set pydantic's `fail_fast` for all lists in a core schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, (list, tuple)):
+        for part in schema:
+            _fail_fast(part)
+
+
 class StrictModel(BaseModel):
     """An object of a body. Unknown fields are kept in `model_extra`, for ServedModels.check_fields()."""
 
@@ -91,6 +111,13 @@ class StrictModel(BaseModel):
     peer_fields: ClassVar[Mapping[str, IgnoredField]] = MappingProxyType({})  # dropped, or refused by name
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other projects' names of fields
     is_lenient: ClassVar[bool] = False  # unknown fields are ignored and counted
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validation of a list ends at its first wrong item: each error takes as long as many items."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -100,8 +127,8 @@ class StrictModel(BaseModel):
             return data
         for name in data:
             if not name.isascii() and LONE_SURROGATE.search(name):
-                shown = name[:MAX_SUGGESTED_CHARS].encode("utf-8", "backslashreplace").decode()
-                raise refusal("invalid", shown, "is not the name of a field: it has a lone surrogate")
+                start = name[:MAX_SUGGESTED_CHARS].encode("utf-8", "backslashreplace").decode()
+                raise refusal("invalid", start, "is not the name of a field: it has a lone surrogate")
         given = {name: value for name, value in data.items() if value is not None}
         for name, value in given.items():
             if isinstance(value, list) and len(value) > MAX_OBJECTS and isinstance(value[0], dict):
@@ -224,7 +251,7 @@ def custom_input_grammar(format_: Mapping[str, Any] | None, field: str) -> Struc
     if format_.get("type") != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         raise InvalidRequest(
             f'{field} must be {{"type": "text"}} or {{"type": "grammar"}} with syntax "lark" or "regex" '
-            f"and a definition, got {dict(format_)!r:.80}",
+            f"and a definition, got {shown(dict(format_))}",
             field,
         )
     if syntax == "regex":

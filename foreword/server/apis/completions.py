@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.core.request import Request as EngineRequest
-from foreword.errors import InvalidRequest
-from foreword.server.answering.generation import Generation, build_requests
+from foreword.errors import InvalidRequest, shown
+from foreword.server.answering.generation import Generation, build_requests, encoding_bytes
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.choices_writer import (
@@ -104,7 +104,8 @@ class CompletionBody(SamplingBody):
             if all(isinstance(item, str) or (is_token_ids(item) and item) for item in prompt):
                 return prompt
         raise InvalidRequest(
-            f"prompt must be a text, token ids, or a list of either, none empty, got {prompt!r:.80}", "prompt"
+            f"prompt must be a text, token ids, or a list of either, none empty, got {shown(prompt)}",
+            "prompt",
         )
 
 
@@ -116,7 +117,7 @@ async def completions(
     await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     params = server.resolve_params(body.params(server.sampling_defaults))
-    prompts = body.prompts()
+    prompts = await server.intake.offload_if_large(request, body.prompts)
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params)
     context = server.request_context(permissions, body, body.timeout)
@@ -131,29 +132,29 @@ async def completions(
             return server.tokenizer.encode(prompt, add_special_tokens)
         return list(prompt)
 
-    def build_all_requests() -> list[EngineRequest]:
+    def build_all_requests() -> tuple[list[EngineRequest], list[str] | None]:
+        """The choices of all prompts, and the prompts' texts if they are echoed."""
         token_ids = [tokenize(prompt) for prompt in prompts]
         vocab_size = min(server.tokenizer.vocab_size, server.info().vocab_size)
         defaults = SamplingDefaults.from_config(server.config, server.tokenizer)
         encoded = encode_params(params, server.tokenizer, server.max_model_len, vocab_size, defaults)
-        return [
+        requests = [
             engine_request
             for i, ids in enumerate(token_ids)
             for engine_request in build_requests(
                 server, ids, params, f"{header.id}-{i}", context, encoded=encoded
             )
         ]
+        return requests, list(map(echo_text, prompts, requests[:: params.n])) if body.echo else None
 
     def echo_text(prompt: TextOrIds, engine_request: EngineRequest) -> str:
         if isinstance(prompt, str) and engine_request.params.truncate_prompt_tokens is None:
             return prompt
         return server.tokenizer.decode(engine_request.prompt_ids)
 
-    num_bytes = request.state.body_bytes + CHOICE_BYTES * num_choices
-    requests = await server.intake.offload_if_large(request, build_all_requests, num_bytes)
+    num_bytes = request.state.body_bytes + CHOICE_BYTES * num_choices + encoding_bytes(params)
+    requests, echo = await server.intake.offload_if_large(request, build_all_requests, num_bytes)
     generation = Generation(server, requests, context, body.prompt_only)
-    firsts = requests[:: params.n]
-    echo = list(map(echo_text, prompts, firsts)) if body.echo else None
     writer = CompletionWriter(server, generation, params.n, header, options, echo, body.num_returned)
     return respond(generation, writer, bool(body.stream))
 

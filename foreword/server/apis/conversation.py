@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 
 IMAGE_BELOW = "(an image, see below)"
 UNSEEN_IMAGE = "(an image, which this model cannot see)"
@@ -128,7 +128,7 @@ def text_field(given: Mapping[str, Any], key: str, name: str) -> str:
     """A text of an object whose field is `name`. Raises InvalidRequest."""
     value = given.get(key)
     if not isinstance(value, str):
-        raise InvalidRequest(f"{name}.{key} must be a text, got {value!r:.80}", f"{name}.{key}")
+        raise InvalidRequest(f"{name}.{key} must be a text, got {shown(value)}", f"{name}.{key}")
     return value
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from foreword.embedding.encoder_messages import FLOAT_BYTES, normalize_embedding
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.server.answering.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
 from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.ignored_fields import EMBEDDING, POOLING, IgnoredField
@@ -63,14 +63,17 @@ class EmbeddingBody(PoolingBody):
             return [given]
         if not isinstance(given, list) or not given:
             raise InvalidRequest(
-                f"input must be a text, token ids, or a list of either, not empty, got {given!r:.80}", "input"
+                f"input must be a text, token ids, or a list of either, not empty, got {shown(given)}",
+                "input",
             )
         if len(given) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(given)} items; at most {MAX_INPUTS} are taken", "input")
         for index, item in enumerate(given):
             if not isinstance(item, str) and not (item and is_token_ids(item)):
                 name = f"input[{index}]"
-                raise InvalidRequest(f"{name} must be a text or token ids, not empty, got {item!r:.80}", name)
+                raise InvalidRequest(
+                    f"{name} must be a text or token ids, not empty, got {shown(item)}", name
+                )
         return given
 
 
@@ -83,7 +86,11 @@ async def embeddings(
     server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     embedder = get_embedder(server, body.model, permissions)
     context = server.request_context(permissions, body)
-    inputs, normalize = body.inputs(), body.should_normalize
+    normalize = body.should_normalize
+    if body.dimensions is not None and body.dimensions > embedder.hidden_size:
+        problem = f"dimensions must be at most {embedder.hidden_size}, got {body.dimensions}"
+        raise InvalidRequest(problem, "dimensions")
+    inputs = await server.intake.offload_if_large(request, body.inputs)
     server.admission.check(len(inputs), context.meter)
     options = TokenizeOptions(
         body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name
@@ -91,14 +98,6 @@ async def embeddings(
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
     ids = await server.intake.offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
-
-    async def embed() -> list[bytes]:
-        vectors = await embedder.embed(ids, body.pooling, context)
-        hidden_size = len(vectors[0]) // FLOAT_BYTES
-        if body.dimensions is not None and body.dimensions > hidden_size:
-            problem = f"dimensions must be at most {hidden_size}, got {body.dimensions}"
-            raise InvalidRequest(problem, "dimensions")
-        return vectors
 
     vectors = await with_metrics(
         server,
@@ -108,7 +107,7 @@ async def embeddings(
         "embed",
         len(ids),
         num_tokens,
-        embed,
+        lambda: embedder.embed(ids, body.pooling, context),
     )
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_SHOWN_CHARS = 80  # characters of a refused value in a message
+from foreword.errors import MAX_SHOWN_CHARS, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class IgnoredField:
         """The end of the sentence that begins with the field's name."""
         allowed = " or ".join(json.dumps(item) for item in self.neutral or ())
         limit = f"it may only be {allowed}" if allowed else "leave it out"
-        shown = repr(value)
-        shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
+        got = shown(value, MAX_SHOWN_CHARS + 1)
+        got = got if len(got) <= MAX_SHOWN_CHARS else got[:MAX_SHOWN_CHARS] + "..."
         verb = f"is refused: {self.reason}" if self.reason else "is not supported"
-        return f"{verb}; {limit}, got {shown}"
+        return f"{verb}; {limit}, got {got}"
 
 
 def read_tables(text: str) -> dict[str, Mapping[str, IgnoredField]]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
-from foreword.errors import InvalidRequest
+from foreword.errors import InvalidRequest, shown
 from foreword.server.apis.body import RequestBody, SlotId, StrictModel
 from foreword.server.apis.ignored_fields import GENERATION, STREAM_OPTIONS, IgnoredField
 from foreword.server.apis.structured import StructuredBody
@@ -160,7 +160,7 @@ class SamplingBody(StructuredBody, RequestBody):
             return None
         for key in self.logit_bias:
             if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
-                raise InvalidRequest(f"logit_bias: {key!r:.40} is not a token id", "logit_bias")
+                raise InvalidRequest(f"logit_bias: {shown(key, 40)} is not a token id", "logit_bias")
         return {int(key): value for key, value in self.logit_bias.items() if value is not None}
 
     def _check_stop(self) -> None:

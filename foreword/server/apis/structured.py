@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WithJsonSchema, model_validator
 
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import StrictModel, refusal
 from foreword.server.apis.ignored_fields import JSON_SCHEMA, STRUCTURED_OUTPUTS, IgnoredField
 
@@ -94,7 +94,7 @@ class ResponseFormat(StrictModel):
         for name in sorted(set().union(*FIELDS_BY_TYPE.values()) - FIELDS_BY_TYPE[self.type]):
             if getattr(self, name) is not None:
                 field = f"response_format.{name.rstrip('_')}"
-                raise InvalidRequest(f"{field} does not belong to type {self.type!r}", field)
+                raise InvalidRequest(f"{field} does not belong to type {shown(self.type)}", field)
 
 
 class StructuredOutputsBody(StrictModel):
@@ -199,7 +199,7 @@ def _structural_tag_constraint(field: str, description: Any) -> Constraint:
     if description is None:
         return None
     if not isinstance(description, str | dict):
-        raise InvalidRequest(f"{field} must be an object or its JSON, got {description!r:.80}", field)
+        raise InvalidRequest(f"{field} must be an object or its JSON, got {shown(description)}", field)
     return StructuredOutput.structural_tag(description, field=field)
 
 

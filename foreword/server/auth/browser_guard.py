@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from foreword.config.options import Config
-from foreword.errors import Forbidden
+from foreword.errors import Forbidden, shown
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # change nothing, and another site cannot read their answer
 OWN_SITES = ("same-origin", "none")  # of Sec-Fetch-Site; none: the user entered the address
@@ -40,8 +40,8 @@ class BrowserGuard:
         host = headers.get("host", "").lower()
         if not self._allows_all_hosts and not self._is_own_name(name := _host_name(host)):
             raise Forbidden(
-                f"this server has no keys and is not known as {name!r:.200}: web pages could reach it by any "
-                "name; start it with --allowed-hosts and this name, or with --api-key"
+                f"this server has no keys and is not known as {shown(name, 200)}: web pages could reach it "
+                "by any name; start it with --allowed-hosts and this name, or with --api-key"
             )
         if scope["method"] in SAFE_METHODS:
             return
@@ -53,8 +53,9 @@ class BrowserGuard:
                 )
         elif not self._is_own_origin(origin, host):
             raise Forbidden(
-                f"this server has no keys and takes no such request from pages of {origin!r:.200}: start it "
-                "with --cors-origins and this origin, or let the proxy pass on the Host of its clients"
+                f"this server has no keys and takes no such request from pages of {shown(origin, 200)}: "
+                "start it with --cors-origins and this origin, or let the proxy pass on the Host of its "
+                "clients"
             )
 
     def _is_own_name(self, name: str) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from foreword.config.option_parsing import BoundedLoader
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, shown
 
 KEY_PREFIX = "fw-"  # lets secret scanners find keys in code
 SALT_BYTES, DIGEST_BYTES = 16, 32
@@ -163,13 +163,13 @@ def _parse_entry(path: Path, index: int, entry: object) -> Key:
 def _parse_field(path: Path, where: str, name: object, value: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PARSERS:
         hint = did_you_mean(str(name), PARSERS) or f"; known: {', '.join(PARSERS)}"
-        raise _key_file_error(path, f"{where}: unknown field {str(name)!r:.{MAX_SHOWN_CHARS}}{hint}")
+        raise _key_file_error(path, f"{where}: unknown field {shown(str(name), MAX_SHOWN_CHARS)}{hint}")
     try:
         parsed = PARSERS[name](value)
     except ValueError as error:
         # An invalid hash is not shown: it may be the key itself.
-        shown = "" if name == "hash" else f", got {value!r:.{MAX_SHOWN_CHARS}}"
-        raise _key_file_error(path, f"{where}: {name} must be {error}{shown}") from None
+        got = "" if name == "hash" else f", got {shown(value, MAX_SHOWN_CHARS)}"
+        raise _key_file_error(path, f"{where}: {name} must be {error}{got}") from None
     return parsed if isinstance(parsed, dict) else {name: parsed}
 
 

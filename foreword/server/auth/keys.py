@@ -16,7 +16,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, Unauthorized
+from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, Unauthorized, shown
 from foreword.server.auth.browser_guard import BrowserGuard
 from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_key, read_key_file
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
@@ -71,7 +71,7 @@ class KeyPermissions:
     def check_model(self, name: str, names: Sequence[str]) -> None:
         """Raises Forbidden for the model that is called `name`, and has these names."""
         if not self.may_use(names):
-            raise Forbidden(f"this key may not use the model {name!r:.200}", "model")
+            raise Forbidden(f"this key may not use the model {shown(name, 200)}", "model")
 
     def check_admin(self) -> None:
         """Raises Forbidden."""

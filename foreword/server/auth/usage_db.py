@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, shown
 
 BUSY_S = 1.0  # how long a write waits for the write of another server
 APPLICATION_ID = 0x66777573  # "fwus", in the file's header
@@ -181,7 +181,7 @@ def parse_day(text: str, name: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError:
-        raise ConfigError(f"{name} must be a day such as 2030-01-31, got {text!r:.60}", name) from None
+        raise ConfigError(f"{name} must be a day such as 2030-01-31, got {shown(text, 60)}", name) from None
 
 
 def parse_dimensions(text: str) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def parse_dimensions(text: str) -> tuple[str, ...]:
         if name not in DIMENSIONS:
             raise ConfigError(
                 f"by must be {', '.join(DIMENSIONS)}, or several of them joined by commas, "
-                f"got {name!r:.60}{did_you_mean(name, DIMENSIONS)}",
+                f"got {shown(name, 60)}{did_you_mean(name, DIMENSIONS)}",
                 "by",
             )
     return tuple(name for name in DIMENSIONS if name in names)

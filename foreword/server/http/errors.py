@@ -17,12 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from foreword.errors import (
+    MAX_SHOWN_CHARS,
     ContextLengthExceeded,
     ForewordError,
     InvalidRequest,
     Unauthorized,
     Unsupported,
     safe_message,
+    shown,
 )
 from foreword.server.apis.body import REFUSED
 from foreword.server.http.responses import CLIENT_CLOSED, EVENT_STREAM, JSONResponse, is_messages_path
@@ -31,7 +33,6 @@ logger = logging.getLogger("foreword.serve")
 # The SDKs of OpenAI and Anthropic wait no longer than this (later versions: 120 s): they ignore a longer
 # Retry-After and retry at once, unless x-should-retry says that it is in vain.
 MAX_CLIENT_WAIT_S = 60.0
-MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
 PYDANTIC_SUBJECT = re.compile(r"^[A-Z]\w+ should\b")  # "Input should be ...", "String should have ..."
 PYDANTIC_AT_LEAST = ("greater than or equal to", "at least")
 # What pydantic expected, by the type of its error, in the words of the other errors.
@@ -48,6 +49,7 @@ EXPECTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 MAX_KEY_DIGITS = 10  # longest key of logit_bias in a path
+MAX_NAME_CHARS = 64  # longest name in a path
 MAX_SUGGESTED_CHARS = 64  # length of a path up to which similar routes are searched
 # Routes of other servers, and what serves their clients here.
 CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -253,32 +255,38 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     reasons += [
         text.replace("Value error, ", "").replace(*PYDANTIC_AT_LEAST) for text in dict.fromkeys(others)
     ]
-    value = repr(first["input"])
-    shown = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
-    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {shown}", path)
+    value = shown(first["input"], MAX_SHOWN_CHARS + 1)
+    if len(value) > MAX_SHOWN_CHARS:
+        value = value[:MAX_SHOWN_CHARS] + "..."
+    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {value}", path)
 
 
 def _innermost_error(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
     """The deepest error inside the first invalid field: of a union of text and list, the list's item."""
     paths = [_error_path(error) for error in errors]
     inner = (f"{paths[0]}.", f"{paths[0]}[")
-    index = max(range(len(paths)), key=lambda i: len(paths[i]) if paths[i].startswith(inner) else 0)
-    return (errors[index], paths[index]) if paths[index].startswith(inner) else (errors[0], paths[0])
+    depths = [path.count(".") + path.count("[") if path.startswith(inner) else -1 for path in paths]
+    index = depths.index(max(depths))
+    return (errors[index], paths[index]) if depths[index] >= 0 else (errors[0], paths[0])
 
 
 def _error_path(error: Mapping[str, Any]) -> str:
     """("body", "messages", 0, "role") -> "messages[0].role"; "" for the body itself.
 
-    Fields have lower-case names; pydantic's names of the types in a union are left out.
+    Fields have lower-case names; pydantic's names of the types in a union are left out, and names that are
+    longer than any field's.
     """
     path = ""
     for part in error["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif len(part) > MAX_NAME_CHARS:
+            continue
         elif part.isdigit() and len(part) <= MAX_KEY_DIGITS:
             path += f".{part}"
         elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
             path += f".{part}" if path else part
     if error["type"] in REFUSED:
-        path += f".{error['ctx']['field']}" if path else error["ctx"]["field"]
+        field = error["ctx"]["field"][:MAX_NAME_CHARS]
+        path += f".{field}" if path else field
     return path

@@ -47,7 +47,7 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import ForewordError, InvalidRequest
+from foreword.errors import ForewordError, InvalidRequest, shown
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.health import STOPPING_MESSAGE, DrainState
@@ -231,7 +231,7 @@ class _Session:
         new_ids.add(request_id)
         if is_known or not request_id.startswith(f"{self.id}-"):
             field = f"{field}.id"
-            problem = f"must begin with {self.id}- and be new, got {request_id!r:.80}"
+            problem = f"must begin with {self.id}- and be new, got {shown(request_id)}"
             raise InvalidRequest(f"{field} {problem}", field)
 
     def _submit(self, request: EngineRequest) -> None:

@@ -14,10 +14,11 @@ from foreword.errors import CheckpointError, Forbidden, InvalidRequest
 from foreword.server.apis.body import StrictModel
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.responses import JSONResponse
+from foreword.server.intake import IntakeRoute
 from foreword.server.model_names import ServedName
 from foreword.server.registry import ManagedModel, ModelsDep, ServedModels
 
-router = APIRouter()
+router = APIRouter(route_class=IntakeRoute)
 
 
 @router.get("/v1/models")

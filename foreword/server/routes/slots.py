@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from foreword.config.units import parse_bytes
-from foreword.errors import ConfigError, InvalidRequest, RequestFailed, Unsupported
+from foreword.errors import ConfigError, InvalidRequest, RequestFailed, Unsupported, shown
 from foreword.kv_cache.block_files import BlockFiles
 from foreword.kv_cache.pinned_prefixes import PinnedPrefixes, check_name, wait_written
 from foreword.server.apis.body import ModelName, SlotId, StrictModel
@@ -67,7 +67,7 @@ async def change_slot(
     """Save, restore or erase the prefix of a conversation by a name."""
     await models.check_fields(body, request)
     if action not in ("save", "restore", "erase"):
-        raise InvalidRequest(f"action must be save, restore or erase, got {action!r:.80}", "action")
+        raise InvalidRequest(f"action must be save, restore or erase, got {shown(action)}", "action")
     if action != "erase" and body.filename is None:
         raise InvalidRequest(f"{action} needs a filename", "filename")
     if body.filename is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -13,15 +13,18 @@ from foreword.errors import InvalidRequest
 from foreword.server.answering.generation import build_prompt
 from foreword.server.apis.body import ModelName, StrictModel, count_parts
 from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
+from foreword.server.apis.choices_writer import INLINE_IDS
 from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
-from foreword.server.http.responses import JSONResponse
+from foreword.server.http.responses import JSONResponse, json_pieces
 from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 from foreword.tokenizer.chat_processor import ChatTask
+from foreword.utils.threads import join_in_own_thread
 
+MAX_PROMPT_CHARS = 1 << 22  # its tokens may exceed the context: callers learn by how much
 router = APIRouter(route_class=IntakeRoute)
 
 
@@ -57,10 +60,15 @@ async def tokenize(
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
     ids = await _token_ids(server, body, request, permissions)
-    result: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        result["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
-    return JSONResponse(result)
+
+    def pieces() -> Iterator[bytes]:
+        result: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            result["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
+        return json_pieces(result, levels=1)
+
+    content = b"".join(pieces()) if len(ids) <= INLINE_IDS else await join_in_own_thread(pieces)
+    return Response(content, media_type="application/json")
 
 
 @router.post("/detokenize")
@@ -71,18 +79,27 @@ async def detokenize(
     await models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
     body.check_num_parts(server.max_model_len)
-    for token_id in body.tokens:
-        if not 0 <= token_id < server.tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"tokens: id {token_id} is outside the vocabulary of {server.tokenizer.vocab_size}", "tokens"
-            )
-    return JSONResponse({"prompt": server.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    tokenizer = server.tokenizer
+
+    def decode() -> str:
+        for token_id in body.tokens:
+            if not 0 <= token_id < tokenizer.vocab_size:
+                raise InvalidRequest(
+                    f"tokens: id {token_id} is outside the vocabulary of {tokenizer.vocab_size}", "tokens"
+                )
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return JSONResponse({"prompt": await server.intake.offload_if_large(request, decode)})
 
 
 async def _token_ids(
     server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
     if body.messages is None:
+        if len(body.prompt or "") > MAX_PROMPT_CHARS:
+            raise InvalidRequest(
+                f"prompt has {len(body.prompt or '')} characters; the limit is {MAX_PROMPT_CHARS}", "prompt"
+            )
         return await server.intake.offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )

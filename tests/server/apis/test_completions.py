@@ -10,8 +10,11 @@ import pytest
 from foreword.core.outputs import TokenLogprob
 from foreword.server.answering.generation import Generation
 from foreword.server.apis import choices_writer, completions
+from foreword.tokenizer import input_processor
+from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import RunningServer
 from tests.support import fakes
+from tests.support.counted_work import record_threads
 from tests.support.fakes import BOS, EOS, FakeOutput
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -262,6 +265,31 @@ def test_many_choices_are_made_in_a_thread(served: RunningServer, monkeypatch: p
         assert served.http.post("/v1/completions", json=body).status_code == 200
     few, many = threads
     assert len(few) == len(many) == 1 and few != many
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_dry_sampling_is_encoded_in_a_thread(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """703 bytes held the event loop for 4.3 s."""
+    on_loop = record_threads(monkeypatch, input_processor, "encode_dry_breakers")
+    body = (
+        {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    reply = served.http.post(path, json={**body, "dry_multiplier": 1, "max_tokens": 1})
+    assert reply.status_code == 200 and on_loop == [False]
+
+
+def test_prompts_of_ids_are_read_and_echoed_in_a_thread(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million ids to echo held the event loop for 0.34 s."""
+    decoded = record_threads(monkeypatch, Tokenizer, "decode")
+    read = record_threads(monkeypatch, completions.CompletionBody, "prompts")
+    body = {"prompt": [[97] * 2000] * 3, "echo": True, "max_tokens": 1}
+    choices = served.http.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["text"][:2000] for choice in choices] == ["a" * 2000] * 3
+    assert read == [False] and decoded == [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ import pytest
 from foreword.config.options import Config
 from foreword.embedding.encoder_messages import EncoderInfo, normalize_embedding
 from foreword.server.answering import embeddings
+from foreword.server.apis.embeddings import EmbeddingBody
 from foreword.server.http import responses
 from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.support.counted_work import record_threads
 from tests.support.fakes import FakeOutput
 from tests.support.waiting import WAIT_S
 
@@ -126,7 +128,14 @@ def test_invalid_fields_are_named(served: RunningServer, fields: dict[str, Any],
     )
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
-    assert not served.client.submitted or param == "dimensions"
+    assert not served.client.submitted
+
+
+def test_lists_of_ids_are_checked_in_a_thread(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop = record_threads(monkeypatch, EmbeddingBody, "inputs")
+    for value in ("a", [[97] * 2000] * 5):
+        assert embed(served, value).status_code == 200
+    assert on_loop == [True, False]
 
 
 def test_unknown_model(served: RunningServer) -> None:

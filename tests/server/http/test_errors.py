@@ -8,7 +8,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from foreword.server.http.errors import add_error_handlers
+from foreword.server.http.errors import add_error_handlers, validation_error
 from tests.server.conftest import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -245,6 +245,26 @@ def test_unexpected_exception_is_a_500_in_the_envelope(
 def test_errors_show_short_values(served: RunningServer) -> None:
     _, error = post(served, {"temperature": "x" * 10_000})
     assert len(error["message"]) < 300
+
+
+def test_long_names_are_left_out(served: RunningServer) -> None:
+    """A key of 8 MB made an error of 16 MB."""
+    for fields, param in (
+        ({"logit_bias": {"a" * 10_000: "x"}}, "logit_bias"),
+        ({"a" * 10_000: [{}] * 33_000}, "a" * 64),
+    ):
+        status, error = post(served, fields)
+        assert (status, error["param"]) == (400, param) and len(error["message"]) < 300
+
+
+def test_first_of_equally_deep_errors_is_named(served: RunningServer) -> None:
+    """The longest path was taken: stop[10]."""
+    errors = [
+        {"type": "string_type", "loc": ("body", "stop", *rest), "input": 0, "msg": ""}
+        for rest in (("str",), *(("list[str]", i) for i in range(12)))
+    ]
+    assert validation_error(errors).param == "stop[0]"
+    assert post(served, {"stop": [0] * 12})[1]["param"] == "stop[0]"
 
 
 RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}] * 2100}]}

@@ -11,7 +11,7 @@ from pydantic import WithJsonSchema
 from foreword.chat_formats.tool_validation import check_num_tools, check_tools, parse_choice
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import (
     StrictModel,
     check_arguments,
@@ -144,7 +144,7 @@ def to_template_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]
         if message.role not in ROLES:
             field = f"messages[{index}].role"
             raise InvalidRequest(
-                f"{field} must be one of {', '.join(ROLES)}, got {message.role!r:.80}", field
+                f"{field} must be one of {', '.join(ROLES)}, got {shown(message.role)}", field
             )
     return [message.to_template(f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -183,7 +183,7 @@ class ReasoningBody(StrictModel):
         if self.reasoning_format not in (None, "none", *SPLIT_FORMATS):
             raise Unsupported(
                 f"reasoning_format must be one of none, {', '.join(SPLIT_FORMATS)}, "
-                f"got {self.reasoning_format!r:.80}",
+                f"got {shown(self.reasoning_format)}",
                 "reasoning_format",
             )
         return self.separate_reasoning is not False and self.reasoning_format != "none"
@@ -198,7 +198,7 @@ def reasoning_options(
     """
     if effort not in (None, *EFFORTS):
         raise Unsupported(
-            f"{effort_field} must be one of {', '.join(EFFORTS)}, got {effort!r:.80}; "
+            f"{effort_field} must be one of {', '.join(EFFORTS)}, got {shown(effort)}; "
             "chat_template_kwargs sets other variables of the model's chat template",
             effort_field,
         )
@@ -243,7 +243,7 @@ class ChatTool(StrictModel):
         kind = self.type or ("custom" if self.custom is not None else "function")
         if kind not in ("function", "custom"):
             raise Unsupported(
-                f"{field}.type must be 'function' or 'custom': this server runs no tools, got {kind!r:.80}",
+                f"{field}.type must be 'function' or 'custom': this server runs no tools, got {shown(kind)}",
                 f"{field}.type",
             )
         path = f"{field}.{kind}"

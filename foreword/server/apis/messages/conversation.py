@@ -8,7 +8,7 @@ from typing import Any
 
 from foreword.chat_formats.tool_validation import MAX_TOOLS, MAX_TOOLS_BYTES, check_tools
 from foreword.chat_formats.tools import Tool
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.conversation import (
     UNSEEN_IMAGE,
     ConversationBuilder,
@@ -64,7 +64,7 @@ class MessagesConversation(ConversationBuilder):
             self._add_answer(_blocks(content, name), name, origin)
         else:
             raise InvalidRequest(
-                f"{origin}.role must be one of {', '.join(ROLES)}, got {role!r:.80}", f"{origin}.role"
+                f"{origin}.role must be one of {', '.join(ROLES)}, got {shown(role)}", f"{origin}.role"
             )
 
     def finish(self) -> None:
@@ -140,7 +140,9 @@ class MessagesConversation(ConversationBuilder):
             texts = _texts(block.get("content"), f"{name}.content")
             heading = f"{block.get('title') or ''} ({block.get('source') or ''})"
             return [text_part(heading), *texts]
-        raise Unsupported(f"{name}: blocks of type {kind!r:.40} are not supported in a user's turn", name)
+        raise Unsupported(
+            f"{name}: blocks of type {shown(kind, 40)} are not supported in a user's turn", name
+        )
 
     def _document(self, block: Block, name: str) -> list[Part]:
         name = f"{name}.source"
@@ -177,7 +179,8 @@ class MessagesConversation(ConversationBuilder):
                 calls.append(_call(block, field_name))
             elif kind not in SERVER_BLOCKS and not kind.endswith(SERVER_RESULT):
                 raise Unsupported(
-                    f"{field_name}: blocks of type {kind!r:.40} are not supported in an assistant's turn",
+                    f"{field_name}: blocks of type {shown(kind, 40)} are not supported in an "
+                    "assistant's turn",
                     field_name,
                 )
         message = self.open_answer(origin)
@@ -191,7 +194,7 @@ class MessagesConversation(ConversationBuilder):
 def _call(block: Block, name: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"{name}.input must be an object, got {arguments!r:.80}", f"{name}.input")
+        raise InvalidRequest(f"{name}.input must be an object, got {shown(arguments)}", f"{name}.input")
     return make_call(text_field(block, "id", name), text_field(block, "name", name), arguments)
 
 
@@ -211,7 +214,7 @@ def _image(block: Block, name: str) -> dict[str, Any]:
     source, name = block.get("source"), f"{name}.source"
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind not in ("base64", "url"):
-        raise Unsupported(f"{name} must be of type base64 or url, got {kind!r:.40}", name)
+        raise Unsupported(f"{name} must be of type base64 or url, got {shown(kind, 40)}", name)
     assert isinstance(source, Mapping)
     if kind == "url":
         url = text_field(source, "url", name)
@@ -227,7 +230,7 @@ def _texts(content: Any, name: str) -> list[Part]:
     for i, block in enumerate(blocks):
         if block["type"] != "text":
             raise InvalidRequest(
-                f"{name}[{i}] must be a text block, got type {block['type']!r:.40}", f"{name}[{i}]"
+                f"{name}[{i}] must be a text block, got type {shown(block['type'], 40)}", f"{name}[{i}]"
             )
     return [text_part(block["text"]) for block in blocks if block["text"]]
 
@@ -237,11 +240,11 @@ def _blocks(content: Any, name: str) -> Sequence[Block]:
     if isinstance(content, str):
         return [text_part(content)]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{name} must be a text or a list of blocks, got {content!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a text or a list of blocks, got {shown(content)}", name)
     for i, block in enumerate(content):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise InvalidRequest(
-                f"{name}[{i}] must be an object with a type, got {block!r:.80}", f"{name}[{i}]"
+                f"{name}[{i}] must be an object with a type, got {shown(block)}", f"{name}[{i}]"
             )
         if block["type"] == "text":
             text_field(block, "text", f"{name}[{i}]")

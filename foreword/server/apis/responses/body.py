@@ -12,7 +12,7 @@ from foreword.chat_formats.tool_validation import check_num_tools, check_tools, 
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import (
     RequestBody,
     StrictModel,
@@ -60,7 +60,7 @@ class FlatTool(StrictModel):
         check_tool_form(self, "Responses", field_name)
         if self.type not in OWN_TOOLS:
             raise Unsupported(
-                f"{field_name}.type must be function or custom, got {self.type!r:.80}", f"{field_name}.type"
+                f"{field_name}.type must be function or custom, got {shown(self.type)}", f"{field_name}.type"
             )
         name = join_namespace(namespace, required(self.name, "name", field_name))
         if self.type == "custom":
@@ -302,7 +302,7 @@ class ResponsesBody(SamplingBody, ItemsBody):
             if name not in INCLUDABLE:
                 field = f"include[{index}]"
                 raise InvalidRequest(
-                    f"{field} must be one of {', '.join(INCLUDABLE)}, got {name!r:.80}", field
+                    f"{field} must be one of {', '.join(INCLUDABLE)}, got {shown(name)}", field
                 )
         pairs = self.metadata or {}
         if (

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import StrictModel, check_arguments
 from foreword.server.apis.chat.body import MessageContent
 from foreword.server.apis.conversation import (
@@ -79,7 +79,7 @@ def read_item(item: InputItem, name: str) -> Item:
         return {"type": kind, "id": required(item.id, "id", name)}
     if kind not in ID_PREFIXES:
         known = ", ".join((*ID_PREFIXES, "item_reference"))
-        raise Unsupported(f"{name}.type must be one of {known}, got {kind!r:.80}", f"{name}.type")
+        raise Unsupported(f"{name}.type must be one of {known}, got {shown(kind)}", f"{name}.type")
     read: Item = {"id": item.id or new_id(kind), "type": kind}
     if kind == "message":
         return read | _read_message(item, name) | {"status": "completed"}
@@ -97,7 +97,7 @@ def read_item(item: InputItem, name: str) -> Item:
     arguments = "{}" if item.arguments is None else item.arguments
     if not isinstance(arguments, str):
         raise InvalidRequest(
-            f"{name}.arguments must be a JSON text, got {arguments!r:.80}", f"{name}.arguments"
+            f"{name}.arguments must be a JSON text, got {shown(arguments)}", f"{name}.arguments"
         )
     check_arguments(arguments, f"{name}.arguments")
     _check_json(arguments or "{}", f"{name}.arguments")
@@ -107,7 +107,7 @@ def read_item(item: InputItem, name: str) -> Item:
 def _read_message(item: InputItem, name: str) -> Item:
     if item.role not in ROLES:
         raise InvalidRequest(
-            f"{name}.role must be one of {', '.join(ROLES)}, got {item.role!r:.80}", f"{name}.role"
+            f"{name}.role must be one of {', '.join(ROLES)}, got {shown(item.role)}", f"{name}.role"
         )
     parts = _read_parts(item.content, f"{name}.content", allow_images=item.role == "user")
     if item.role == "assistant":
@@ -124,14 +124,14 @@ def _read_parts(content: Any, name: str, allow_images: bool) -> list[Part]:
     if content is None or isinstance(content, str):
         return [{"type": "input_text", "text": content or ""}]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{name} must be a text or a list of parts, got {content!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a text or a list of parts, got {shown(content)}", name)
     return [_read_part(part, f"{name}[{i}]", allow_images) for i, part in enumerate(content)]
 
 
 def _read_part(part: Any, name: str, allow_images: bool) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
-        raise InvalidRequest(f"{name} must be an object with a type, got {part!r:.80}", name)
+        raise InvalidRequest(f"{name} must be an object with a type, got {shown(part)}", name)
     if kind in TEXT_PARTS:
         return {"type": "input_text", "text": text_field(part, "text", name)}
     if kind == "refusal":
@@ -142,11 +142,11 @@ def _read_part(part: Any, name: str, allow_images: bool) -> Part:
         detail = part.get("detail") or "auto"
         if detail not in ("auto", "low", "high", "original"):
             raise InvalidRequest(
-                f"{name}.detail must be auto, low, high or original, got {detail!r:.80}", f"{name}.detail"
+                f"{name}.detail must be auto, low, high or original, got {shown(detail)}", f"{name}.detail"
             )
         return {"type": kind, "image_url": text_field(part, "image_url", name), "detail": detail}
     known = "input_text and input_image" if allow_images else "text, without images"
-    raise Unsupported(f"{name}: parts of type {kind!r:.40} are not supported here; only {known}", name)
+    raise Unsupported(f"{name}: parts of type {shown(kind, 40)} are not supported here; only {known}", name)
 
 
 def _read_reasoning(item: InputItem, name: str) -> Item:
@@ -164,7 +164,7 @@ def _reasoning_parts(given: Any, kind: str, name: str) -> list[Part]:
     if given is None:
         return []
     if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
-        raise InvalidRequest(f"{name} must be a list of parts, got {given!r:.80}", name)
+        raise InvalidRequest(f"{name} must be a list of parts, got {shown(given)}", name)
     return [{"type": kind, "text": text_field(part, "text", f"{name}[{i}]")} for i, part in enumerate(given)]
 
 
@@ -180,7 +180,7 @@ def _check_json(text: str, name: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not the text of a JSON object: {error}", name) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be the text of a JSON object, got {text!r:.80}", name)
+        raise InvalidRequest(f"{name} must be the text of a JSON object, got {shown(text)}", name)
 
 
 def required(value: str | None, key: str, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from foreword.core.params import TO_THE_END, SamplingParams
-from foreword.errors import ContextLengthExceeded, InvalidRequest, ResponseNotFound, Unsupported
+from foreword.errors import ContextLengthExceeded, InvalidRequest, ResponseNotFound, Unsupported, shown
 from foreword.server.answering.generation import count_prompt_tokens, start_chat
 from foreword.server.answering.streaming import respond
 from foreword.server.apis.body import check_num_parts
@@ -52,7 +52,7 @@ async def create_response(
     encoded = await server.intake.offload_if_large(request, lambda: json_bytes(items)) if stores else b""
     with conversation.rename_fields():
         if body.truncation == "auto":
-            task = await _drop_turns(server, request, context, task)
+            task = await _drop_turns(server, request, context, task, conversation)
         generation = await start_chat(server, request, context, task, response_id)
     # From here on respond() must come without a wait: it frees the generation if the client disconnects.
     if stores:
@@ -198,7 +198,7 @@ async def _resolve_references(
     for name, item in items:
         if item["type"] == "item_reference":
             if item["id"] in used:
-                raise InvalidRequest(f"{name}.id refers to {item['id']!r:.80} once more", f"{name}.id")
+                raise InvalidRequest(f"{name}.id refers to {shown(item['id'])} once more", f"{name}.id")
             if item["id"] not in known:
                 entry = models.response_store.find_item(tenant, item["id"], f"{name}.id")
                 num_bytes += entry.num_bytes
@@ -237,21 +237,27 @@ async def _stored_items(
 
 
 async def _drop_turns(
-    server: LoadedModel, request: Request, context: RequestContext, task: ChatTask
+    server: LoadedModel,
+    request: Request,
+    context: RequestContext,
+    task: ChatTask,
+    conversation: ItemConversation,
 ) -> ChatTask:
     """The task without as few of its oldest turns as possible, so that the answer has room.
 
-    A turn begins with a message of the user; the system message and the last turn stay.
+    A turn begins with a message of the user; the system message and the last turn stay. The conversation's
+    origins are those of the messages that are left.
     """
     max_model_len = server.max_model_len
     limit = task.params.max_tokens
     wanted = max_model_len // DEFAULT_ROOM if limit in (None, TO_THE_END) else limit
     room = max(1, min(wanted, max_model_len // 2))
     head = 1 if task.messages[0]["role"] == "system" else 0
-    messages = task.messages
+    messages, origins = task.messages, conversation.origins
     starts = [head, *(i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user")]
 
     def cut(start: int) -> ChatTask:
+        conversation.origins = [*origins[:head], *origins[start:]]
         return replace(task, messages=[*messages[:head], *messages[start:]])
 
     # Of the first cut that fits; a message is at least one token. The last one is taken in any case.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreword.errors import ResponseNotFound
+from foreword.errors import ResponseNotFound, shown
 
 ENTRY_BYTES = 1024  # overhead of Python objects per response
 ITEM_BYTES = 256  # overhead of Python objects per id of an item
@@ -174,7 +174,7 @@ class ResponseStore:
                 "send the whole conversation as input instead"
             )
         return (
-            f"there is no stored response or item {wanted_id!r:.80}: it was not stored, was deleted, is "
+            f"there is no stored response or item {shown(wanted_id)}: it was not stored, was deleted, is "
             f"another key's, was not used for {self._ttl_s:g} s (--response-store-ttl), or gave way to newer "
             f"ones beyond {self.max_bytes / MB:g} MB (--response-store-mb). Send the whole conversation as "
             "input instead"

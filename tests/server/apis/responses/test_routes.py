@@ -653,6 +653,19 @@ def test_truncation_drops_the_oldest_turns() -> None:
         server.wait_until_idle()
 
 
+def test_error_after_truncation_names_the_item_that_was_sent() -> None:
+    with run_server(client=FakeEngineClient(info=engine_info(400))) as server:
+        turns = [
+            item
+            for _ in range(10)
+            for item in ({"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "y"})
+        ]
+        image = {"type": "input_image", "image_url": "data:image/png;base64,xx"}
+        body = {"input": [*turns, {"role": "user", "content": [image]}], "truncation": "auto"}
+        error = error_of(post(server, **body, instructions="Be brief."))
+        assert error["param"].startswith("input[20]") and error["message"].startswith("input[20]")
+
+
 @pytest.mark.full
 def test_truncation_copies_a_conversation_only_to_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
