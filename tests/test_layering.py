@@ -254,7 +254,7 @@ SHARED_BEHAVIOUR = {
     "engine": {"draft_encoder", "faults", "grammar"},
     "engine_client": {"adapters", "images"},
     "fleet": {"several_models"},
-    "kernels": {"count_accepted", "varlen_attention"},  # operations that several backends have
+    "kernels": {"compare_isas", "count_accepted", "varlen_attention"},  # what several backends have
     "kernels/triton": {"compiling", "float8", "graphs", "interpreted", "latent"},
     "models": {"families"},
     "models/vision": {"qwen", "qwen_bits"},
