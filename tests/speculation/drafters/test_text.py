@@ -395,16 +395,16 @@ def test_hostile_text_costs_in_proportion(library: ctypes.CDLL, make: object) ->
     )  # a line has up to 1,024 bytes
 
 
-@pytest.mark.parametrize("text", ["=", "a ", "\n", "some words of prose ", "x = [1, 2]\n"])
+@pytest.mark.parametrize("text", ["=", "\n", "some words of prose "])
 def test_memory_of_texts_is_bounded(library: ctypes.CDLL, text: str) -> None:
     """Also of long tokens: a prompt of them holds many times what the same number of common ones does."""
     vocabulary = replace(VOCABULARY, tokens=(text.encode() * (64 // len(text)),), marker_ids=(), eos_ids=())
     index = TextIndex(library, replace(vocabulary, special_ids=()))
-    texts = [index.start() for _ in range(50)]
+    texts = [index.start() for _ in range(40)]
     index.propose(texts[0], [0] * 131_072)
     assert index.memory() < 20 << 20
     for each in texts[1:]:
-        index.propose(each, [0] * 40_000)
+        index.propose(each, [0] * 30_000)
     for each in texts:
         index.propose(each, [0])
     assert index.memory() < 400 << 20
