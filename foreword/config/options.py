@@ -486,14 +486,17 @@ class Config:
 
     def without_plugin(self, plugin: DrafterPlugin) -> Config:
         """With the other drafters of `speculate`."""
-        items = [item for item in map(str.strip, self.speculate.split(",")) if item != plugin.item]
-        return replace(self, speculate=",".join(items) or "off")
+        return replace(self, speculate=self._speculate_without(plugin.item))
 
     def without_optional_head(self) -> Config:
         """Without the MTP head that `auto` chose."""
         assert self.is_head_optional
-        items = [item for item in map(str.strip, self.speculate.split(",")) if item != "mtp"]
-        return replace(self, speculate=",".join(items), draft_model=None, is_head_optional=False)
+        speculate = self._speculate_without("mtp")
+        return replace(self, speculate=speculate, draft_model=None, is_head_optional=False)
+
+    def _speculate_without(self, drafter: str) -> str:
+        items = [item for item in map(str.strip, self.speculate.split(",")) if item != drafter]
+        return ",".join(items) or "off"
 
     def _drafters(self) -> list[str | DrafterPlugin]:
         drafters = parse_drafters(self.speculate, self.draft_model, self.replay_file)

@@ -87,7 +87,7 @@ def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _parse_speculative_config(given: dict[str, Any], target: str | None, is_parallel: bool) -> dict[str, Any]:
-    """The options that `given` stands for; `target` is that of the model. Raises ConfigError."""
+    """The changed options; `target` is the option `model`. Raises ConfigError."""
     changes = {name: given.pop(name) for name in SPECULATIVE_NUMBERS if name in given}
     model, method = given.pop("model", None), given.pop("method", None)
     has_no_model = model in (None, "ngram", "[ngram]")

@@ -47,8 +47,8 @@ MAX_TIMEOUT_S = 86_400.0  # largest `timeout` of a request, where the server set
 class Abortable(Protocol):
     """The choices of one HTTP request."""
 
-    def abort(self, request_id: str, error: ForewordError) -> bool:
-        """End one choice with an error for its caller; False if it has ended."""
+    def abort(self, request_id: str, error: ForewordError) -> None:
+        """End one choice with an error for its caller; a finished choice stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)

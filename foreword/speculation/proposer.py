@@ -314,7 +314,7 @@ class Proposer:
             if draft is not None and draft.token_ids:
                 proposal.drafts.append(draft)
                 self._has_drafted.add(drafter.name)
-            elif draft is not None and drafter in self.model_drafters:  # its passes were in vain
+            elif draft is not None and drafter in self.model_drafters:  # its forward passes still cost
                 self.policy.record_acceptance(proposal.request.state, draft, ())
 
     def _truncate_to_legal(

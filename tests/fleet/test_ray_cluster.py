@@ -160,7 +160,7 @@ def test_fleet_up_status_and_down(machines: Any, expected: list[str], tmp_path: 
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps({"models": {"demo": {**OPTIONS, "replicas": 2}}}))
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    log = tmp_path / "up.log"  # a pipe that nobody reads would fill
+    log = tmp_path / "up.log"  # not a pipe: unread, it would block the process
 
     def command(*words: str) -> list[str]:
         return [sys.executable, "-m", "foreword", "fleet", *words, "--port", "21399"]

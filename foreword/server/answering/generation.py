@@ -285,14 +285,12 @@ class Generation:
             has_answer = output.finished or bool(output.token_ids)
             self._server.slots.end(slot, output.request, output.token_ids if has_answer else None)
 
-    def abort(self, request_id: str, error: ForewordError) -> bool:
-        """End one choice with an error for its caller; False if it has ended."""
+    def abort(self, request_id: str, error: ForewordError) -> None:
+        """End one choice with an error for its caller; a finished choice stays as it is."""
         index = self._index_of[request_id]
-        if not self._is_running(index):
-            return False
-        self._fail([index], error)
-        self._server.client.abort(request_id)
-        return True
+        if self._is_running(index):
+            self._fail([index], error)
+            self._server.client.abort(request_id)
 
     def end(self, error: ForewordError) -> bool:
         """End the answer with an error, also one that is not read, and drop all log-probabilities.

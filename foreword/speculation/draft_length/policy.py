@@ -107,7 +107,7 @@ class Policy(ABC):
     def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
         """The output from where `draft` began, verified or not: all tokens since, at least one.
 
-        A model's draft may be empty, as it found no token: its passes were in vain, and it has no output.
+        A model's draft is empty where no token was legal; then there are no output ids.
         """
 
     def record_step(self, step_record: StepRecord) -> None:

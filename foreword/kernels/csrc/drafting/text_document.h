@@ -11,7 +11,7 @@ namespace foreword {
 constexpr int MAX_DEPTH = 4;              // of strings in strings
 constexpr int32_t MAX_LINE = 1024;        // bytes; a longer line is several, joined
 constexpr int64_t MAX_SIZE = 3 << 19;     // of a document; beyond, its older half is forgotten
-constexpr int64_t LEXEME_SIZE = 8;        // of a word or sign beside its bytes, half that of a line: they take 30 to 50 bytes of the index, lines 80 in all
+constexpr int64_t LEXEME_SIZE = 8;        // added for each word or sign, and twice for each line: the index has an entry for each
 constexpr int32_t MAX_HELD = 72;          // bytes that decide whether JSON or a call begins: a bracket and a function's name
 constexpr uint8_t BARRIER = 0;            // in the text, before each section: nothing matches across it
 
@@ -75,7 +75,7 @@ public:
     Partial partial() const;
     int64_t work() const { return work_; }
     int64_t memory() const { return static_cast<int64_t>(text_.capacity() + sizeof(Line) * lines_.capacity() + line_.capacity()); }
-    // Bytes, and what words, signs and lines take beside them: 1 is at most 7 bytes of memory.
+    // Bytes, and as many more as stand for the entries of words, signs and lines in the index.
     int64_t size() const { return static_cast<int64_t>(text_.size()) + LEXEME_SIZE * (num_lexemes_ + 2 * static_cast<int64_t>(lines_.size())); }
     // Forget the older half. Returns the first line that is kept.
     int32_t forget();
