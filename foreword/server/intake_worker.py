@@ -18,7 +18,7 @@ from foreword.server.http.errors import validation_error
 from foreword.workers.worker import receive_job, serve
 
 UNREADABLE: Final = "There was an error parsing the body"  # FastAPI's words
-MAX_CONTAINERS: Final = 1 << 18  # lists and objects of a body: the server makes them again at once
+MAX_CONTAINERS: Final = 1 << 17  # lists and objects of a body: the server makes them again at once
 
 
 def read_body(body_class: type[StrictModel], data: bytes) -> StrictModel:
@@ -68,6 +68,7 @@ def start(body_classes: Sequence[type[StrictModel]]) -> Callable[[Connection], N
         try:
             body = read_body(body_class, receive_job(connection))
             body.check_num_parts(max_parts)
+            body.check_constraints()
             reply = pickle.dumps(body, pickle.HIGHEST_PROTOCOL)
         except InvalidRequest as error:
             reply = pickle.dumps(error)

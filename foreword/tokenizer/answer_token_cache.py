@@ -34,6 +34,7 @@ MAX_BYTES: Final = 64 << 20  # all remembered answers together
 MAX_PROMPTS: Final = 1 << 14  # last prompts whose answers can be remembered
 MAX_PROMPT_END: Final = 16  # tokens of the prompt, after its last end of a turn, that identify the place
 MAX_ATTEMPTS: Final = 3  # renderings until one is plain
+DIGESTED_FIELDS: Final = ("role", "content", "tool_calls", "tool_call_id")  # of a message
 OVERHEAD_BYTES: Final = 512  # Python objects of an answer
 REASONING: Final = "reasoning_content"
 NAME: Final = re.compile("fwname[0-9]+x[0-9]+x")  # as of _Placeholders
@@ -386,10 +387,29 @@ def _conversation_digests(history: Sequence[Mapping[str, Any]], tools: Sequence[
     running = hashlib.blake2b(repr(tools).encode("utf-8", "surrogatepass"), digest_size=16)
     digests = [running.digest()]
     for message in history:
-        fields = {name: message.get(name) or "" for name in ("role", "content", "tool_calls", "tool_call_id")}
-        running.update(json.dumps(fields, sort_keys=True, default=repr).encode())
+        _add_to_digest(running, [message.get(name) or "" for name in DIGESTED_FIELDS])
         digests.append(running.digest())
     return digests
+
+
+def _add_to_digest(digest: hashlib.blake2b, value: object) -> None:
+    """Add a value of JSON, step by step: json.dumps() would hold the interpreter's lock for all of it."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            text = item.encode("utf-8", "surrogatepass")
+            digest.update(b"s%d:" % len(text))
+            digest.update(text)
+        elif isinstance(item, Mapping):
+            digest.update(b"{%d:" % len(item))
+            for name in sorted(item):
+                pending += [item[name], name]
+        elif isinstance(item, (list, tuple)):
+            digest.update(b"[%d:" % len(item))
+            pending += item
+        else:
+            digest.update(f"{item!r},".encode())
 
 
 def _to_bytes(token_ids: Sequence[int]) -> bytes:

@@ -21,6 +21,7 @@ from foreword.server import intake_worker
 from foreword.server.apis.body import StrictModel
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.apis.completions import CompletionBody
+from foreword.server.apis.messages.body import MessagesBody
 from foreword.server.apis.ranking import RerankBody
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.app import ROUTERS
@@ -34,6 +35,7 @@ from tests.support.waiting import WAIT_S
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hi"}]
+LARGE = {"type": "object", "description": "d" * 1_100_000}  # larger than any constraint may be
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": {"a": {}}}}}
 # Bodies that are answered, refused by pydantic, by the parser of JSON, or by the routes.
 BODIES: list[tuple[str, Any]] = [
@@ -174,6 +176,31 @@ def test_parts_are_counted_before_the_body_comes_back(intake: Intake) -> None:
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
     made = intake._read(ChatBody, body, 30)
     assert isinstance(made, ChatBody) and made == read_body(ChatBody, body)
+
+
+@pytest.mark.parametrize(
+    ("body_class", "field", "fields"),
+    [
+        (ChatBody, "response_format", {"response_format": {"type": "structural_tag", "format": LARGE}}),
+        (ChatBody, "guided_json", {"guided_json": LARGE}),
+        (MessagesBody, "output_format.schema", {"output_format": {"type": "json_schema", "schema": LARGE}}),
+        (
+            ResponsesBody,
+            "text.format.schema",
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": LARGE}}},
+        ),
+    ],
+)
+def test_large_constraints_are_refused_before_the_body_comes_back(
+    intake: Intake, body_class: type[StrictModel], field: str, fields: dict[str, Any]
+) -> None:
+    """65,536 tags were written as JSON on the event loop, which was silent for 0.6 s."""
+    given = {"messages": HELLO, "input": HELLO, "max_tokens": 1, **fields}
+    names = {info.alias or name for name, info in body_class.model_fields.items()}
+    body = json.dumps({name: value for name, value in given.items() if name in names}).encode()
+    with pytest.raises(InvalidRequest, match=r"has 11\d+ bytes; the limit is 1048576") as caught:
+        intake._read(body_class, body, None)
+    assert caught.value.param == field
 
 
 def test_cpu_time_is_limited_by_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -23,9 +24,23 @@ def start(greeting: bytes) -> Callable[[Connection], None]:
             bytearray(1 << 30)
         elif job == b"sleep":
             time.sleep(60)
+        elif job == b"make lists":
+            job = b"collected %d times" % _num_collections(100_000)
         connection.send_bytes(greeting + job)
 
     return handle
+
+
+def _num_collections(num_lists: int) -> int:
+    """Garbage collections while so many lists are made, of which none is garbage."""
+
+    def num_runs() -> int:
+        return sum(generation["collections"] for generation in gc.get_stats())
+
+    before = num_runs()
+    lists = [[] for _ in range(num_lists)]
+    assert len(lists) == num_lists
+    return num_runs() - before
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ def test_job_that_ends_its_worker_fails_alone(pool: WorkerPool, job: bytes, reas
     assert pid_of(pool) != before
 
 
+def test_no_garbage_is_collected_while_a_job_makes_what_it_needs(pool: WorkerPool) -> None:
+    """It took half of the CPU time of long conversations, and grew faster than they."""
+    assert run(pool, b"make lists") == b"hello collected 0 times"
+
+
 def test_worker_that_runs_gets_the_next_job_before_another_is_started() -> None:
     pool = WorkerPool(MODULE, "echo", lambda: b"hello ", LIMITS, num_workers=2)
     try:

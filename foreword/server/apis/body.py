@@ -161,6 +161,9 @@ class StrictModel(BaseModel):
         count, field = self.num_parts()
         check_num_parts(count, field, limit)
 
+    def check_constraints(self) -> None:
+        """Raises InvalidRequest for a constraint on the answer that is malformed or too large."""
+
     def num_unknown(self) -> int:
         """Unknown fields of this object itself."""
         return len(self.model_extra or ())

@@ -85,10 +85,13 @@ class ResponseFormat(StrictModel):
         if self.type == "json_object":
             return StructuredOutput.json_object(field=field)
         if self.type == "structural_tag":
-            return StructuredOutput.structural_tag(
-                self.model_dump(exclude_none=True, by_alias=True), field=field
-            )
+            return StructuredOutput.structural_tag(self._structural_tag(), field=field)
         return None
+
+    def _structural_tag(self) -> dict[str, Any]:
+        """Its fields as they were given: their values are plain, and may be large."""
+        given = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+        return {"type": self.type} | {name: value for name, value in given.items() if value is not None}
 
     def _check_fields(self) -> None:
         for name in sorted(set().union(*FIELDS_BY_TYPE.values()) - FIELDS_BY_TYPE[self.type]):
@@ -127,6 +130,10 @@ class StructuredBody(StrictModel):
     json_schema: Schema = None  # llama.cpp, SGLang
     regex: str | None = None  # SGLang
     ebnf: str | None = None  # SGLang: GBNF
+
+    def check_constraints(self) -> None:
+        super().check_constraints()
+        self.structured()
 
     def structured(self) -> Constraint:
         """The constraint, or None. Raises InvalidRequest for two, Unsupported for a whitespace pattern."""

@@ -113,6 +113,10 @@ class ConversationBody(StrictModel):
     def omit_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
+    def check_constraints(self) -> None:
+        super().check_constraints()
+        self.constraint()
+
     def constraint(self) -> Constraint:
         """The constraint on the answer's text. Raises InvalidRequest for two."""
         config = self.output_config

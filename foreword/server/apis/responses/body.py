@@ -143,6 +143,11 @@ class ItemsBody(StrictModel):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def check_constraints(self) -> None:
+        super().check_constraints()
+        if self.text is not None and self.text.format is not None:
+            self.text.format.constraint()
+
     def num_parts(self) -> tuple[int, str]:
         """Of an input that is not cut to the context."""
         items = self.input if isinstance(self.input, list) and self.truncation != "auto" else ()
