@@ -19,7 +19,7 @@ from PIL import Image
 
 from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
-from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, change_config, write_checkpoint
 from tests.support.heads import train_head
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
 from tests.test_exact import acceptance, check_acceptance, differing, make_llm, outputs_of, pairwise
@@ -155,6 +155,10 @@ def make_models(name: str, path: Path) -> Models:
     recording.write_text("".join(json.dumps(line) + "\n" for line in lines))
     texts = [[*line["prompt_token_ids"], *line["token_ids"]] for line in lines]
     train_head(models.head, model, texts, steps=60)
+    if name == "qwen2_5_vl":  # as such heads are published
+        half = json.loads((models.head / "config.json").read_text())["head_dim"] // 2
+        sections = [half - 2 * (half // 3), half // 3, half // 3]
+        change_config(models.head, rope_scaling={"type": "mrope", "mrope_section": sections})
     return replace(models, plain=outputs_of(outputs))
 
 

@@ -34,6 +34,7 @@ MAX_EXPERTS = 1 << 16  # sum over all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 OLDER_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 ROPE_TYPE_NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrope": "default"}
 
 
@@ -336,14 +337,10 @@ def read_rope(
     options = config.get_section("rope_parameters")
     older = config.get_section("rope_scaling")
     section = options or older or ConfigReader({}, config.source)
+    plain = section.without(MROPE_KEYS) if mrope_sections is not None or ignores_mrope else section
+    rope = read_rope_section(plain, head_dim, context_length, theta, share, original)
     if mrope_sections is not None:
-        mrope_sections = _read_mrope_sections(section, mrope_sections)
-    elif ignores_mrope:
-        section = section.without(("mrope_section", "mrope_interleaved"))
-    rope = read_rope_section(section, head_dim, context_length, theta, share, original)
-    if mrope_sections is not None and sum(mrope_sections.sections) != rope.rotary_dim // 2:
-        reason = f"has {sum(mrope_sections.sections)} angles, and a head has {rope.rotary_dim // 2}"
-        raise section.error("mrope_section", reason)
+        mrope_sections = read_mrope_sections(section, rope.rotary_dim, mrope_sections)
     return replace(rope, mrope_sections=mrope_sections)
 
 
@@ -428,7 +425,7 @@ def read_rope_section(
     return rope
 
 
-def _read_mrope_sections(options: ConfigReader, default: MRopeSections) -> MRopeSections:
+def read_mrope_sections(options: ConfigReader, rotary_dim: int, default: MRopeSections) -> MRopeSections:
     """`mrope_section`. The architecture fixes whether axes are interleaved; the file can only repeat it."""
     options.require_value("mrope_interleaved", default.interleaved)
     sections = options.get("mrope_section", list(default.sections))
@@ -436,6 +433,9 @@ def _read_mrope_sections(options: ConfigReader, default: MRopeSections) -> MRope
     if not is_list or not all(type(size) is int and size >= 0 for size in sections):
         raise options.error("mrope_section", f"must be a list of 3 whole numbers, got {sections!r:.60}")
     time, row, column = sections
+    if time + row + column != rotary_dim // 2:
+        reason = f"has {time + row + column} angles, and a head has {rotary_dim // 2}"
+        raise options.error("mrope_section", reason)
     return MRopeSections((time, row, column), default.interleaved)
 
 

@@ -206,7 +206,14 @@ class ConfigReader:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
         """The same options, with defaults for missing ones. What is read there counts as read here."""
-        reader = ConfigReader({**defaults, **self._values}, self.source)
+        return self._with_values({**defaults, **self._values})
+
+    def with_value(self, key: str, value: Any) -> ConfigReader:
+        """The same options, one of them with another value. What is read there counts as read here."""
+        return self._with_values({**self._values, key: value})
+
+    def _with_values(self, values: Mapping[str, Any]) -> ConfigReader:
+        reader = ConfigReader(values, self.source)
         reader._read_keys = self._read_keys
         return reader
 

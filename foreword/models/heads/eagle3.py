@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVLayer
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers
@@ -23,7 +23,7 @@ from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder, layer_contexts
-from foreword.models.decoder_config import DecoderConfig
+from foreword.models.decoder_config import MROPE_KEYS, DecoderConfig, read_mrope_sections
 from foreword.models.heads.head_vocabulary import (
     DraftLogits,
     check_aux_layers,
@@ -46,10 +46,12 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE: in sp
 MASK_TOKENS = 8  # drafted in one pass if the config does not say how many: as published heads are trained
 # Of the first layer: in the original's files, in those of speculators, and in GGUF files by our names
 LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
-LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # model types of the layer: all are built as Llama's
+# Model types of the layer, all built as Llama's
+LAYER_TYPES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 WINDOW_KEYS = ("max_window_layers", "use_sliding_window", "sliding_window")  # of Qwen
 # What training and the training framework write, without effect here
 UNUSED_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
+TARGET_KEYS = ("decoder_sparse_step", "target_model_type")  # of the target, copied by SpecForge
 # eagle_config of NVIDIA's ModelOpt: these are what EAGLE-3 is
 EAGLE_CONFIG_VALUES = {
     "use_aux_hidden_state": True,
@@ -81,7 +83,7 @@ class Eagle3Config:
         """config.json in the original's or speculators' format. Raises CheckpointError."""
         section = config.get_section("transformer_layer_config")
         is_original = section is None
-        config = _without_windows(config) if is_original else config
+        config = _without_copies(config) if is_original else config
         parallel = _read_parallel(config)
         head = config if section is None else config.without(UNUSED_KEYS)
         aux_layers = _read_aux_layers(head)
@@ -99,7 +101,7 @@ class Eagle3Config:
             for key in ("speculators_model_type", "transformer_layer_config", *MASK_KEYS):
                 head.get(key, None)
             head.require_value("tie_word_embeddings", False)
-            layer = _read_layer(_without_windows(section).with_defaults({"dtype": head.get_dtype()}))
+            layer = _read_layer(_without_copies(section).with_defaults({"dtype": head.get_dtype()}))
             head.check_all_read()
         return cls(
             replace(layer, takes_lora=False),
@@ -111,19 +113,34 @@ class Eagle3Config:
         )
 
 
-def _without_windows(config: ConfigReader) -> ConfigReader:
-    """Without Qwen's window options, which SpecForge copies from the target, unless they turn windows on."""
+def _without_copies(config: ConfigReader) -> ConfigReader:
+    """Without what SpecForge copies from the target; windows stay where they are turned on."""
     if config.get_bool("use_sliding_window", False):
-        return config.without(())  # unread
+        return config.without(TARGET_KEYS)
     if "use_sliding_window" not in config:
-        return config.without(("max_window_layers",))
-    return config.without(WINDOW_KEYS).with_defaults({"sliding_window": None})
+        return config.without((*TARGET_KEYS, "max_window_layers"))
+    return config.without((*TARGET_KEYS, *WINDOW_KEYS)).with_defaults({"sliding_window": None})
 
 
 def _read_layer(config: ConfigReader) -> DecoderConfig:
     if config.get("model_type", "llama") not in LAYER_TYPES:
         raise config.error("model_type", f"must be one of {', '.join(LAYER_TYPES)} in a head")
-    return read_decoder(config, "llama")[1]
+    scaling = config.get_section("rope_scaling")
+    if scaling is None or "mrope_section" not in scaling:
+        return read_decoder(config, "llama")[1]
+    given = config.get("rope_scaling")
+    plain = {name: value for name, value in given.items() if name not in MROPE_KEYS}
+    layer = read_decoder(config.with_value("rope_scaling", plain), "llama")[1]
+    default = MRopeSections((0, 0, 0), scaling.get_bool("mrope_interleaved", False))
+    return _with_mrope(layer, read_mrope_sections(scaling, layer.layer_types[0].rope.rotary_dim, default))
+
+
+def _with_mrope(layer: DecoderConfig, sections: MRopeSections | None) -> DecoderConfig:
+    """The layers with M-RoPE of these sections; None: without."""
+    types = tuple(
+        replace(each, rope=replace(each.rope, mrope_sections=sections)) for each in layer.layer_types
+    )
+    return replace(layer, layer_types=types)
 
 
 def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
@@ -191,6 +208,8 @@ class Eagle3:
         Raises CheckpointError for a head that does not fit the target.
         """
         self.aux_layers = _check_target(config, target.config)
+        if not target.uses_mrope:  # positions are equal on all axes
+            config = replace(config, layer=_with_mrope(config.layer, None))
         self.parallel = config.parallel
         self._config = config
         self._ops = ops

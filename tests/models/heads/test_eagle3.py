@@ -14,8 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foreword.errors import CheckpointError
+from foreword.kernels.ops import MRopeSections
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.heads.eagle3 import Eagle3Config
-from foreword.models.heads.head_loader import read_head_info
+from foreword.models.heads.head_loader import load_head, read_head_info
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
 from foreword.weights.config_reader import ConfigReader, read_json
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.cpu_kernels import isas_under_test
@@ -28,7 +32,9 @@ from tests.support.heads import (
     head_tensors,
     write_gguf_head,
     write_head,
+    write_random_head,
 )
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
 SPECULATORS = {
@@ -248,8 +254,13 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "P-EAGLE": ({"architectures": ["PEagleDraftModel"]}, {}, "needs the id of its mask token"),
     "option": ({"parallel_drafting": True}, {}, "needs the id of its mask token"),
     "layers of the head": ({"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight` .* is missing"),
-    "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, qwen2, qwen3"),
+    "type of the layer": ({"model_type": "gemma2"}, {}, "must be one of llama, mistral, phi3, qwen2, qwen3"),
     "layers before": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "must be true"),
+    "sections of M-RoPE": (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {},
+        "`mrope_section` has 64 angles, and a head has 8",
+    ),
     "missing tensor": ({}, {"midlayer.hidden_norm.weight": None}, "hidden_norm"),
     "another tensor": ({}, {"mask_hidden": torch.zeros(1, 192)}, "unexpected tensors: mask_hidden"),
 }
@@ -281,6 +292,13 @@ COPIED: dict[str, dict[str, Any]] = {
     "Qwen 2.5": {"max_window_layers": 24, "sliding_window": 131072, "use_sliding_window": False},
     "Mistral": {"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False},
     "layers alone": {"max_window_layers": 36},
+    "Gemma 3": {"target_model_type": "gemma3_text", "sliding_window": 512, "use_sliding_window": False},
+    "Qwen 3 Next": {"decoder_sparse_step": 1},
+    "Phi 4": {"model_type": "phi3"},
+    "Qwen 2.5 VL": {
+        "target_model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
     "ModelOpt": {
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -301,6 +319,21 @@ def test_options_of_trainers_without_effect(name: str, tmp_path: Path) -> None:
     expected = read_head_info(bed.path, bed.model)
     change_config(bed.path, **COPIED[name])
     assert read_head_info(bed.path, bed.model) == expected
+
+
+def test_mrope_of_a_head_applies_beside_a_target_with_mrope(tmp_path: Path) -> None:
+    """Heads of Qwen2.5-VL were refused."""
+    bed = make_bed(tmp_path, LAYOUTS["original"])
+    change_config(bed.path, rope_scaling=COPIED["Qwen 2.5 VL"]["rope_scaling"])
+    config = Eagle3Config.read(ConfigReader(read_json(bed.path / "config.json"), "config.json"))
+    assert config.layer.layer_types[0].rope.mrope_sections == MRopeSections((2, 3, 3))
+    assert not HeadRunner(bed.model, bed.path, "reference", TEXT).target.head.uses_mrope
+    model = write_vision_checkpoint(tmp_path / "sees", "qwen2_5_vl", seed=1)
+    head = write_random_head(tmp_path / "another", model)
+    change_config(head, rope_scaling=COPIED["Qwen 2.5 VL"]["rope_scaling"])
+    ops, precision = ReferenceOps(), Precision.from_dtypes("float32")
+    target = load_model(model, ops, precision, "cpu", 128)
+    assert load_head(head, target, ops, precision, "cpu", 128).uses_mrope
 
 
 def test_layer_ids_name_inputs_outside_of_eagle_config_and_outputs_in_it(tmp_path: Path) -> None:
