@@ -44,7 +44,8 @@ from tests.support.heads import train_head
 from tests.support.kernel_rows import RowDependentOps
 from tests.support.quantized_checkpoints import write_quantized
 
-HEADS = ("eagle3", "p-eagle", "dflash")  # a p-eagle head runs as eagle3
+HEADS = ("eagle3", "p-eagle", "dflash", "dspark")
+RUNS_AS = {"p-eagle": "eagle3", "dspark": "dflash"}
 MAX_MODEL_LEN = 127  # one below a block boundary
 HEAD_STEPS = 40  # a head that is trained for longer knows all answers
 QUICK_FAMILIES = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
@@ -60,6 +61,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         "eagle3",
         "p-eagle",
         "dflash",
+        "dspark",
         "replay 0",
         "replay 0.5",
         "replay 1",
@@ -242,7 +244,7 @@ def make_llm(
     method, _, error_rate = combination["speculate"].partition(" ")
     return LLM(
         str(model),
-        speculate=method.replace("p-eagle", "eagle3"),
+        speculate=",".join(RUNS_AS.get(name, name) for name in method.split(",")),
         draft_length=combination["draft_length"],
         draft_model=None if drafter is None else str(drafter),
         replay_file=str(recording) if method == "replay" else None,

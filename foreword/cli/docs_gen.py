@@ -203,7 +203,7 @@ SPECULATIVE_FIELDS_HEADER = """\
 
 | field | here |
 |---|---|
-| `method` | `ngram`, `suffix`, `mtp`, `draft_model`, `eagle3` or `dflash`; others are refused |
+| `method` | `ngram`, `suffix`, `mtp`, `draft_model`, `eagle3`, `dflash`, `dspark`; others are refused |
 | `model` | the draft model or the trained head; with `mtp` also the model itself, which brings the head |
 | `parallel_drafting` | taken with a head, whose config decides; `true` is refused with a draft model |
 | `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max` | the flags of these names |

@@ -101,6 +101,7 @@ def _parse_speculative_config(given: dict[str, Any], target: str | None, is_para
             return changes  # limits of the drafters that `speculate` names
         method = "ngram" if has_no_model else "draft_model"
         is_parallel = is_parallel and has_no_model  # else it may be a head: only its files tell
+    method = "dflash" if method == "dspark" else method
     if is_parallel and method not in HEAD_DRAFTERS:
         raise _not_parallel(method)
     if method in ("ngram", "suffix") and has_no_model:
@@ -111,7 +112,7 @@ def _parse_speculative_config(given: dict[str, Any], target: str | None, is_para
         return {**changes, "speculate": "mtp", "draft_model": None if model == target else model}
     if method in HEAD_DRAFTERS and isinstance(model, str):
         return {**changes, "speculate": str(method), "draft_model": model}
-    kinds = "ngram, suffix or mtp, or with a model draft_model, eagle3, dflash or mtp"
+    kinds = "ngram, suffix or mtp, or with a model draft_model, eagle3, dflash, dspark or mtp"
     problem = f"method must be {kinds}, got {method!r}"
     if TRAINED_HEADS.search(str(method).lower()) and method not in HEAD_DRAFTERS:
         problem += ": this kind of head is not supported yet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -52,6 +52,8 @@ class ParallelDraft:
     max_tokens: int  # of a draft
     samples_last_token: bool  # its row drafts the first token; else that of the first mask does
     reads_mask_state: bool  # masks read the hidden state of HeadCache.mask_slot
+    # What the token before adds to the logits of the next: int64 [R] -> float32 [R, V of the target]
+    markov: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def max_rows(self) -> int:

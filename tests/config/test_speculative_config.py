@@ -27,6 +27,7 @@ from foreword.errors import ConfigError
         ({"method": "eagle3", "model": "head"}, ("eagle3", "head", None, 4)),
         ({"method": "eagle3", "model": "head", "parallel_drafting": True}, ("eagle3", "head", None, 4)),
         ({"method": "dflash", "model": "head", "num_speculative_tokens": 15}, ("dflash", "head", 15, 4)),
+        ({"method": "dspark", "model": "head", "parallel_drafting": True}, ("dflash", "head", None, 4)),
         ({"model": "small", "parallel_drafting": False}, ("draft", "small", None, 4)),
         ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
         ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
@@ -57,7 +58,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"method": "eagle3"}', "or with a model draft_model, eagle3, dflash or mtp, got 'eagle3'"),
+        ('{"method": "eagle3"}', "or with a model draft_model, eagle3, dflash, dspark or mtp, got 'eagle3'"),
         ('{"tree": 1}', "'tree'; known: method, model, parallel_drafting, num_speculative_tokens, "),
         (
             '{"rejection_sample_method": "synthetic"}',
@@ -74,7 +75,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
         ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
         (
             '{"method": "draft_model"}',
-            "or with a model draft_model, eagle3, dflash or mtp, got 'draft_model'",
+            "or with a model draft_model, eagle3, dflash, dspark or mtp, got 'draft_model'",
         ),
         ('{"parallel_drafting": true, "prompt_lookup_max": 3}', "can only be false with ngram"),
         ('{"method": "suffix", "parallel_drafting": true}', "can only be false with suffix"),

@@ -27,6 +27,7 @@ from tests.support.heads import (
 
 MASK_ID = 269
 NUM_LAYERS = 2
+MARKOV_RANK = 16
 
 
 def layer_tensors(
@@ -141,6 +142,13 @@ class ReferenceDFlash:
         logits = F.linear(y, self.lm_head) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def markov(self, token_ids: Tensor) -> Tensor:
+        """What DSpark adds to the logits of the next token: int64 [...] -> [..., draft vocabulary]"""
+        before, after = (self.tensors.get(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
+        if before is None or after is None:
+            return torch.zeros(*token_ids.shape, len(self.lm_head))
+        return F.embedding(token_ids, before) @ after.T
+
     def mask(self, index: int, anchors: Tensor, places: Tensor, num: int) -> Tensor:
         window, causal = self.windows[index], self.causal[index]
         seen = torch.arange(num)[None] < anchors[:, None]
@@ -200,6 +208,16 @@ class ReferencePEagle(ReferenceHead):
 BlockReference = ReferenceDFlash | ReferencePEagle
 
 
+def greedy_tokens(reference: BlockReference, logits: Tensor, last_id: int) -> list[int]:
+    """Tokens of a draft behind `last_id`; logits [count, draft vocabulary] of blocks()."""
+    token_ids = [last_id]
+    for row in logits:
+        if isinstance(reference, ReferenceDFlash):
+            row = row + reference.markov(torch.tensor(token_ids[-1]))
+        token_ids.append(reference.target_id(int(row.argmax())))
+    return token_ids[1:]
+
+
 def dflash_config(model: Path, **options: Any) -> dict[str, Any]:
     """The original's layout for a target of two layers: `target_layer_ids` name them by their outputs."""
     config = head_config(model)
@@ -222,6 +240,38 @@ def dflash_config(model: Path, **options: Any) -> dict[str, Any]:
 def num_layers_of(model: Path) -> int:
     config = json.loads((model / "config.json").read_text())
     return int({**config, **config.get("text_config", {})}["num_hidden_layers"])
+
+
+def dspark_config(model: Path, **options: Any) -> dict[str, Any]:
+    """SpecForge's layout of a DSpark head."""
+    config = dflash_config(model, **options)
+    own = {
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": MARKOV_RANK,
+        "projector_type": "dspark",
+    }
+    return {
+        **config,
+        "architectures": ["DSparkDraftModel"],
+        "dflash_config": {**config["dflash_config"], **own},
+    }
+
+
+def markov_tensors(
+    vocab_size: int, draft_vocab_size: int, hidden_size: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random tensors of a DSpark head beside those of DFlash; the confidence head's have no effect."""
+    generator = torch.Generator().manual_seed(seed + 7)
+    return {
+        "markov_head.markov_w1.weight": torch.randn(vocab_size, MARKOV_RANK, generator=generator),
+        "markov_head.markov_w2.weight": torch.randn(draft_vocab_size, MARKOV_RANK, generator=generator) * 0.3,
+        "confidence_head.proj.weight": torch.randn(1, hidden_size + MARKOV_RANK, generator=generator),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
 
 
 def dflash_tensors(config: dict[str, Any], num_aux: int = 2, seed: int = 0) -> dict[str, Tensor]:
@@ -254,13 +304,16 @@ def p_eagle_tensors(config: dict[str, Any], seed: int = 0, **options: bool) -> d
 def train_block_head(
     path: Path, model: Path, texts: Sequence[Sequence[int]], method: str, steps: int = 120, count: int = 3
 ) -> Path:
-    """A head that knows the texts: `method` is "dflash" or "p-eagle"; trained on all anchors."""
+    """A head that knows the texts: `method` is "dflash", "dspark" or "p-eagle"; trained on all anchors."""
     weights = load_file(model / "model.safetensors")
     ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
     embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
-    if method == "dflash":
-        config, aux_layers = dflash_config(model, block_size=count + 1), AUX_LAYERS[1:]
+    if method in ("dflash", "dspark"):
+        make_config = dflash_config if method == "dflash" else dspark_config
+        config, aux_layers = make_config(model, block_size=count + 1), AUX_LAYERS[1:]
         tensors = dflash_tensors(config)
+        if method == "dspark":
+            tensors |= markov_tensors(config["vocab_size"], config["vocab_size"], config["hidden_size"])
         tensors["lm_head.weight"] = random_tensor(
             (config["vocab_size"], config["hidden_size"]), torch.Generator().manual_seed(3)
         )
@@ -275,9 +328,12 @@ def train_block_head(
     for _ in range(steps):
         loss = torch.zeros(())
         for text, aux in zip(texts, recorded, strict=True):
-            logits = reference.blocks(aux, text, count)[1:]
             answers = torch.tensor(text)[2:].unfold(0, count, 1)  # of anchors with `count` tokens behind
-            loss = loss + F.cross_entropy(logits[: len(answers)].flatten(0, 1), answers.flatten())
+            logits = reference.blocks(aux, text, count)[1 : 1 + len(answers)]
+            if method == "dspark":
+                before = torch.tensor(text)[1:-1].unfold(0, count, 1)
+                logits = logits + reference.markov(before)
+            loss = loss + F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,7 @@
-"""DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036."""
+"""DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036.
+
+DSpark heads add a Markov head: what the token before adds to the logits of the next, of low rank.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, HeadCache, HeadShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Linear, load_linear
+from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
@@ -38,11 +42,19 @@ from foreword.weights.config_reader import ConfigReader
 NAME = "DFlash"
 BLOCK_SIZE = 16
 UNUSED_KEYS = ("has_no_defaults_at_init", "speculators_config", "speculators_version")
-# Methods with DFlash's layers, and what they add
-EXTENSIONS = {
-    "dflash2": "a candidate selector and convolutions (DFlash2)",
-    "dspark": "a Markov head and a confidence head (DSpark)",
-}
+# Methods with DFlash's layers that are refused, and what they add
+EXTENSIONS = {"dflash2": "a candidate selector and convolutions (DFlash2)"}
+# Options of DSpark's training and of its confidence head, which is not used: acceptance is measured
+UNUSED_DSPARK_KEYS = (
+    *("attention_mode", "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head"),
+    *("ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "num_anchors", "projector_type"),
+)
+UNUSED_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+# Beside those of the layers in DeepSpec's config, which has no `dflash_config`
+DEEPSPEC_KEYS = (
+    *("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "proposal_hidden_offset"),
+    *("verification_block_size", *UNUSED_DSPARK_KEYS),
+)
 OPTIONS_KEY = "dflash_config"
 OWN_KEYS = (
     *(OPTIONS_KEY, "block_size", "is_causal", "is_neox_style", "add_swa_attention_sink_bias"),
@@ -63,6 +75,7 @@ class DFlashConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     num_target_layers: int | None = None  # None: the config does not say
+    markov_rank: int = 0  # 0: no Markov head
 
     @classmethod
     def read(cls, config: ConfigReader) -> DFlashConfig:
@@ -75,12 +88,19 @@ class DFlashConfig:
     @classmethod
     def _read_original(cls, config: ConfigReader) -> DFlashConfig:
         """`target_layer_ids` name layers by their output, which is the next one's input."""
-        own = config.get_section(OPTIONS_KEY)
+        own, is_dspark = config.get_section(OPTIONS_KEY), _is_dspark(config)
+        samples_last = own is None  # as DeepSpec trains
         if own is None:
-            raise config.error(OPTIONS_KEY, "is missing")
+            if not is_dspark:
+                raise config.error(OPTIONS_KEY, "is missing")
+            own = ConfigReader({key: config.get(key, None) for key in DEEPSPEC_KEYS}, config.source)
+            config = config.without(DEEPSPEC_KEYS)
+            own.require_value("verification_block_size", config.get("block_size"))
+            own.require_value("proposal_hidden_offset", 0)
+        markov_rank = _read_markov(own) if is_dspark else 0
         aux_layers = tuple(each + 1 for each in _read_layers(own, "target_layer_ids"))
         size = own.get_int("block_size", config.get_int("block_size", BLOCK_SIZE, low=2), low=2)
-        parallel = ParallelDraft(_read_mask(own), size - 1, samples_last_token=False, reads_mask_state=False)
+        parallel = ParallelDraft(_read_mask(own), size - (not samples_last), samples_last, False)
         causal = config.get("is_causal", own.get("causal", None))
         if causal not in (None, True, False):
             raise config.error("is_causal", f"must be true or false, got {causal!r:.60}")
@@ -106,6 +126,7 @@ class DFlashConfig:
             logit_scale,
             softcap,
             num_target_layers,
+            markov_rank,
         )
 
     @classmethod
@@ -117,7 +138,9 @@ class DFlashConfig:
         config.require_value("tie_word_embeddings", False)
         aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
         size = config.get_int("block_size", 8, low=2)
-        samples_last = config.get_bool("sample_from_anchor", False)
+        is_dspark = _is_dspark(config)
+        samples_last = config.get_bool("sample_from_anchor", is_dspark)
+        markov_rank = _read_markov(config) if is_dspark else 0
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
@@ -125,8 +148,14 @@ class DFlashConfig:
         target_hidden_size = config.get_optional_int("target_hidden_size")
         layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, parallel)
         config.check_all_read()
-        vocab_size = draft_vocab_size or layer.vocab_size
-        return cls(layer, aux_layers, parallel, vocab_size, target_hidden_size or layer.hidden_size)
+        return cls(
+            layer,
+            aux_layers,
+            parallel,
+            draft_vocab_size or layer.vocab_size,
+            target_hidden_size or layer.hidden_size,
+            markov_rank=markov_rank,
+        )
 
 
 class DFlash:
@@ -162,7 +191,7 @@ class DFlash:
             raise head_mismatch(NAME, f"is made for a model of {counts}")
         check_aux_layers(NAME, config.aux_layers, num_layers)
         check_draft_vocab(NAME, layers, config.draft_vocab_size, parallel.mask_token_id)
-        self.aux_layers, self.parallel = config.aux_layers, parallel
+        self.aux_layers = config.aux_layers
         self._config = config
         self._ops = ops
         self._device = device
@@ -186,13 +215,17 @@ class DFlash:
         vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
         self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
+        markov_parameters = weights.num_parameters
+        self.parallel = replace(parallel, markov=self._load_markov(target, precision, weights, vocab_ids))
+        markov_parameters = weights.num_parameters - markov_parameters
         own_rows = layers.vocab_size * is_own + config.draft_vocab_size
+        own_parameters = own_rows * size if lm_head is not target.lm_head else 0
         self.info = replace(
             describe_model(layers, weights.num_parameters - before, 0),
             architecture=self.method,
             context_len=target.info.context_len,
             vocab_size=target.vocab_size,
-            embedding_parameters=own_rows * size if lm_head is not target.lm_head else 0,
+            embedding_parameters=own_parameters + markov_parameters,
             is_head=True,
             draft_tokens_per_pass=parallel.max_tokens,
             draft_extra_rows=parallel.num_rows(0),
@@ -227,15 +260,45 @@ class DFlash:
 
         return self._ops.compile(draft)
 
+    def _load_markov(
+        self, target: Decoder, precision: Precision, weights: Weights, vocab_ids: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """See ParallelDraft.markov."""
+        ops, rank, body = self._ops, self._config.markov_rank, weights.prefixed("markov_head.")
+        if not rank:
+            return None
+        options = (ops, body, precision.embedding_format, rank)
+        before = load_linear(*options, {"markov_w1": target.vocab_size})
+        after = load_linear(*options, {"markov_w2": self._config.draft_vocab_size})
+        embedding = Embedding(ops, before, precision.dtype)
+        logits = DraftLogits(ops, Linear(ops, after, torch.float32), target.vocab_size, vocab_ids)
+        return lambda token_ids: logits(embedding(token_ids))
+
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 0)
 
 
-def _refuse_extensions(config: ConfigReader) -> None:
+def _kinds(config: ConfigReader) -> str:
     names = [config.get("speculators_model_type", None), *(config.get_strs("architectures") or ())]
-    text = " ".join(map(str, names)).lower()
+    return " ".join(map(str, names)).lower()
+
+
+def _is_dspark(config: ConfigReader) -> bool:
+    return "dspark" in _kinds(config)
+
+
+def _read_markov(config: ConfigReader) -> int:
+    """Rank of the Markov head."""
+    config.require_value("markov_head_type", "vanilla")
+    for key in UNUSED_DSPARK_KEYS:
+        config.get(key, None)
+    return config.get_int("markov_rank", 0, low=0)
+
+
+def _refuse_extensions(config: ConfigReader) -> None:
+    kinds = _kinds(config)
     for name, parts in EXTENSIONS.items():
-        if name in text:
+        if name in kinds:
             raise CheckpointError(f"{config.source}: the head has {parts}, which are not supported here")
 
 

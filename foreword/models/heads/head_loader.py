@@ -14,7 +14,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.decoder import Decoder
-from foreword.models.heads import gemma4_assistant
+from foreword.models.heads import dflash, gemma4_assistant
 from foreword.models.heads.dflash import DFlash, DFlashConfig
 from foreword.models.heads.eagle3 import Eagle3, Eagle3Config
 from foreword.models.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
@@ -39,6 +39,7 @@ from foreword.weights.trained_heads import MTPNames, head_method
 # Tensors of training: members of the draft vocabulary, and the target's own output layer
 UNUSED_TENSORS = (
     *("t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
+    *dflash.UNUSED_TENSORS,
     *gemma4_assistant.UNUSED_TENSORS,
 )
 HeadConfig = Eagle3Config | DFlashConfig | AssistantConfig

@@ -162,7 +162,9 @@ class EagerDraftLoop:
         device: str,
         mrope: bool = False,
         with_prev_slots: bool = False,
+        markov: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """markov  as of ParallelDraft"""
         self._forward = forward
         self._ops = ops
         self._sampler = sampler
@@ -170,6 +172,7 @@ class EagerDraftLoop:
         self._device = device
         self._mrope = mrope
         self._with_prev_slots = with_prev_slots
+        self._markov = markov
 
     def draft(
         self,
@@ -222,8 +225,8 @@ class EagerDraftLoop:
         """Sample all tokens of each draft; logits [sum of max_tokens, V]."""
         starts = list(accumulate((draft.job.max_tokens for draft in drafts), initial=0))
         pairs = list(zip(drafts, starts, strict=False))
-        at_once = [pair for pair in pairs if only_filters(pair[0].request.state.request)]
-        active = [pair for pair in pairs if not only_filters(pair[0].request.state.request)]
+        at_once = [pair for pair in pairs if self._are_independent(pair[0])]
+        active = [pair for pair in pairs if not self._are_independent(pair[0])]
         if at_once:
             places = [(draft, start, i) for draft, start in at_once for i in range(draft.job.max_tokens)]
             chosen = torch.tensor([start + i for _, start, i in places], device=logits.device)
@@ -232,10 +235,18 @@ class EagerDraftLoop:
             for (draft, _, _), sample in zip(places, samples, strict=True):
                 if not draft.is_done:
                     draft.append(*sample)
-        while active:  # token after token: penalties and grammars read those before
+        while active:  # token after token: penalties, grammars and Markov heads read those before
             chosen = torch.tensor([start + len(draft.token_ids) for draft, start in active])
-            self._sample(logits[chosen.to(logits.device)], [draft for draft, _ in active])
+            values = logits[chosen.to(logits.device)]
+            if self._markov is not None:
+                last_ids = [(draft.token_ids or draft.job.token_ids[:1])[-1] for draft, _ in active]
+                values += self._markov(torch.tensor(last_ids, device=logits.device))
+            self._sample(values, [draft for draft, _ in active])
             active = [(draft, start) for draft, start in active if not draft.is_done]
+
+    def _are_independent(self, draft: _DraftProgress) -> bool:
+        """Whether a token of a pass does not depend on the one before."""
+        return self._markov is None and only_filters(draft.request.state.request)
 
     def _sample(self, logits: Tensor, drafts: Sequence[_DraftProgress]) -> None:
         """Sample the next token of each draft; logits [len(drafts), V]."""

@@ -56,9 +56,13 @@ class HeadDrafter(ModelBasedDrafter):
         assert kv.head is not None
         self.name = head.method
         forward = head.compile_draft(kv)
-        self._draft_loop = forward if isinstance(forward, DraftLoop) else None
+        markov = None if head.parallel is None else head.parallel.markov
+        # The loop samples all tokens of a pass apart
+        self._draft_loop = forward if isinstance(forward, DraftLoop) and markov is None else None
         options = (kv.block_size, kv.device, head.uses_mrope)
-        self._eager_loop = EagerDraftLoop(forward, ops, sampler, *options, with_prev_slots=True)
+        self._eager_loop = EagerDraftLoop(
+            forward, ops, sampler, *options, with_prev_slots=True, markov=markov
+        )
         self._never_sampled_ids = sampler.never_sampled_ids
         self._vocab_size = vocab_size
         self._block_size = kv.block_size

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
@@ -22,13 +24,20 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.heads.head_loader import load_head, read_head_info
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
+from foreword.sampling.sampler import Sampler
+from foreword.speculation.drafters.head import HeadDrafter
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.block_heads import (
+    MARKOV_RANK,
     MASK_ID,
     BlockReference,
     ReferenceDFlash,
     ReferencePEagle,
     dflash_config,
     dflash_tensors,
+    dspark_config,
+    greedy_tokens,
+    markov_tensors,
     p_eagle_config,
     p_eagle_tensors,
 )
@@ -40,9 +49,11 @@ BLOCK_SIZE = 8  # of the cache
 COUNT = 7
 DRAFT_SIZE = 90
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
+GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (2, 3, 8, 9, 33, len(TEXT))
 BACKENDS = ("reference", *isas_under_test())
 SWA = {"sliding_window": 12, "use_sliding_window": True}
+SPECFORGE_KEYS = ("attention_mode", "confidence_head_alpha", "projector_type")
 SPECULATORS = {
     "speculators_version": "0.9.0",
     "speculators_config": {
@@ -95,6 +106,15 @@ LAYOUTS = {
         own={"sliding_window_non_causal": True, "sample_from_anchor": True, "block_size": COUNT},
         reference={"windows": (12, None), "samples_anchor": True},
     ),
+    "DSpark": Layout("dspark"),
+    "DSpark, speculators": Layout(
+        "dspark",
+        speculators=True,
+        draft_size=DRAFT_SIZE,
+        own={"block_size": COUNT, "markov_rank": MARKOV_RANK, "enable_confidence_head": True},
+        reference={"samples_anchor": True},
+    ),
+    "DSpark, DeepSpec": Layout("dspark", own_embedding=True, reference={"samples_anchor": True}),
     "P-EAGLE": Layout("p-eagle", draft_size=DRAFT_SIZE, own={"pard_token": MASK_ID}),
     "P-EAGLE, layers": Layout(
         "p-eagle",
@@ -132,11 +152,14 @@ def make_bed(folder: Path, layout: Layout) -> Bed:
     model = write_checkpoint(folder / "model", "llama", seed=3)
     weights = load_file(model / "model.safetensors")
     embedding, lm_head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    is_dflash = layout.kind == "dflash"
-    make_config = dflash_config if is_dflash else p_eagle_config
+    is_dflash = layout.kind in ("dflash", "dspark")
+    make_config = {"dflash": dflash_config, "dspark": dspark_config, "p-eagle": p_eagle_config}[layout.kind]
     config = make_config(model, **layout.config)
     if is_dflash:
         tensors = dflash_tensors(config, seed=5)
+        if layout.kind == "dspark":
+            sizes = config["vocab_size"], layout.draft_size or config["vocab_size"], config["hidden_size"]
+            tensors |= markov_tensors(*sizes, seed=5)
     else:
         prefix = {"prefix": "layers.0."} if layout.speculators else {}
         tensors = p_eagle_tensors(config, seed=5, **layout.options, **prefix)
@@ -158,8 +181,10 @@ def make_bed(folder: Path, layout: Layout) -> Bed:
 
 
 def written_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    if config["architectures"] == ["DSparkDraftModel"] and layout.own_embedding:
+        return deepspec_config(config)
     if not layout.speculators:
-        if layout.kind == "dflash":
+        if layout.kind in ("dflash", "dspark"):
             return {**config, "dflash_config": {**config["dflash_config"], **layout.own}}
         return {key: value for key, value in config.items() if key != "pard_token"} | {
             **layout.own,
@@ -169,14 +194,22 @@ def written_config(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     own += ("eagle_aux_hidden_state_layer_ids",)
     layer = {key: value for key, value in config.items() if key not in own}
     size = {"draft_vocab_size": layout.draft_size or config["vocab_size"], "mask_token_id": MASK_ID}
-    if layout.kind == "dflash":
+    if layout.kind in ("dflash", "dspark"):
         aux = {"aux_hidden_state_layer_ids": list(AUX_LAYERS[1:]), "block_size": COUNT + 1}
-        kind = {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", **aux}
+        kind = {"architectures": ["DFlashDraftModel"], "speculators_model_type": layout.kind, **aux}
     else:
         layer |= {"model_type": "qwen3", "attention_bias": False}
         aux = {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "embed_requires_grad": True}
         kind = {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", **aux}
     return {**SPECULATORS, **kind, **size, **layout.own, "transformer_layer_config": layer}
+
+
+def deepspec_config(config: dict[str, Any]) -> dict[str, Any]:
+    """All options beside those of the layers; the last token's row drafts too."""
+    own = {key: value for key, value in config["dflash_config"].items() if key not in SPECFORGE_KEYS}
+    outer = {key: value for key, value in config.items() if key not in ("dflash_config", "auto_map")}
+    options = {"block_size": COUNT, "verification_block_size": COUNT, "num_anchors": 512}
+    return {**outer, **own, **options, "architectures": ["Qwen3DSparkModel"]}
 
 
 class Runner:
@@ -277,6 +310,34 @@ def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
     for length, tokens, count in zip((whole, part), drafts, (COUNT, 3), strict=True):
         assert list(tokens.token_ids) == logits[length].argmax(-1)[:count].tolist()
         assert tokens.logprobs == pytest.approx(logprobs[length][:count], abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["DSpark", "DSpark, speculators", "DSpark, DeepSpec"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_of_dspark_depend_on_the_one_before(layout: str, backend: str, tmp_path: Path) -> None:
+    """Two requests with drafts of different lengths."""
+    bed, ops = make_bed(tmp_path, LAYOUTS[layout]), make_ops(backend)
+    runner = Runner(bed, ops)
+    head, reference = runner.head, bed.reference
+    assert isinstance(reference, ReferenceDFlash)
+    drafter = HeadDrafter(head, ops, runner.kv, Sampler(ops, 272, []), COUNT, 128, 272)
+    (aux,) = record_aux_hidden_states(bed.model, [TEXT], AUX_LAYERS[1:])
+    expected = reference.blocks(aux, TEXT, COUNT)
+    runner.commit(0, len(TEXT) - 1)
+    requests = []
+    for length, count in ((33, COUNT), (len(TEXT), 4)):
+        state = RequestState(Request(f"{length}", tuple(TEXT[:length]), GREEDY, seed=0), 0, 128)
+        state.num_computed = length - 1
+        state.blocks.extend(runner.blocks[: -(-length // BLOCK_SIZE)])
+        requests.append(DraftRequest(state, count))
+    last = requests[0].num_tokens - 1
+    plain = [reference.target_id(index) for index in expected[last].argmax(-1).tolist()]
+    drafts = drafter.propose(requests)
+    assert drafts[0] is not None
+    assert list(drafts[0].token_ids) == greedy_tokens(reference, expected[last], TEXT[last]) != plain
+    assert drafts[1] is not None and len(drafts[1].token_ids) == 4
+    alone = drafter.propose(requests[1:])[0]
+    assert alone is not None and alone.token_ids == drafts[1].token_ids
 
 
 @pytest.mark.parametrize("isa", isas_under_test())
@@ -401,11 +462,24 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "speculators_config: `proposal_methods` must be a list of objects here",
     ),
     "DFlash2": ("original", {"architectures": ["DFlash2DraftModel"]}, {}, "a candidate selector"),
-    "DSpark": (
-        "speculators",
-        {"speculators_model_type": "dspark"},
+    "Markov head": ("DSpark", {}, {"markov_head.markov_w2.weight": None}, "markov_w2.weight` .* is missing"),
+    "Markov head of DFlash": (
+        "DSpark",
+        {"architectures": ["DFlashDraftModel"]},
         {},
-        "a Markov head and a confidence head",
+        '`attention_mode` = "gqa" is not supported',
+    ),
+    "gated Markov head": (
+        "DSpark, speculators",
+        {"markov_head_type": "gated"},
+        {},
+        '`markov_head_type` must be "vanilla"',
+    ),
+    "hidden states": (
+        "DSpark, DeepSpec",
+        {"proposal_hidden_offset": 1},
+        {},
+        "`proposal_hidden_offset` must be 0",
     ),
 }
 

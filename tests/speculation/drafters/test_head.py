@@ -31,7 +31,7 @@ from foreword.speculation.drafters.draft_model import EagerDraftLoop
 from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.weights.trained_heads import head_method
-from tests.support.block_heads import read_reference, train_block_head
+from tests.support.block_heads import greedy_tokens, read_reference, train_block_head
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of, verified_drafts
 from tests.support.heads import (
@@ -197,7 +197,7 @@ def test_controller_measures_the_passes_of_the_head(trained: Trained) -> None:
     run(engine, requests())
 
 
-@pytest.fixture(scope="module", params=["p-eagle", "dflash"])
+@pytest.fixture(scope="module", params=["p-eagle", "dflash", "dspark"])
 def trained_block(
     request: pytest.FixtureRequest, trained: Trained, tmp_path_factory: pytest.TempPathFactory
 ) -> Trained:
@@ -216,10 +216,10 @@ def expected_blocks(trained: Trained, text: Sequence[int], num_prompt: int) -> D
     reference = read_reference(trained.model, trained.head)
     layers = (1, 2) if "dflash_config" in reference.config else (0, 1, 2)
     (aux,) = record_aux_hidden_states(trained.model, [text], layers)
-    blocks = [reference.blocks(aux, text, count).argmax(-1).tolist() for count in range(1, DRAFT_LEN + 1)]
+    blocks = [reference.blocks(aux, text, count) for count in range(1, DRAFT_LEN + 1)]
     drafts, length = [], num_prompt + 1
     while (count := min(DRAFT_LEN, len(text) - length - 1)) > 0:
-        draft = blocks[count - 1][length - 1]
+        draft = greedy_tokens(reference, blocks[count - 1][length - 1], text[length - 1])
         accepted = next((i for i in range(count) if draft[i] != text[length + i]), count)
         drafts.append((count, accepted))
         length += accepted + 1
@@ -258,6 +258,7 @@ def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) ->
     run(engine, requests())
 
 
+@pytest.mark.parametrize("trained_block", ["p-eagle", "dflash"], indirect=True)
 def test_penalty_of_one_request_leaves_others_sampled_at_once(
     trained_block: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
