@@ -1,17 +1,17 @@
 """What a trained head costs, in plain decode steps: the commit in each pass, and the passes of a draft.
 
-    python -m benchmarks.heads [--head eagle3|p-eagle|dflash|mtp] [--draft-vocab-size 32768]
+    python -m benchmarks.heads [--head eagle3|p-eagle|dflash|dspark|mtp] [--draft-vocab-size 32768]
                                [--dtype bfloat16] [--quantization int8] [--threads 2] [--context 500]
 
 Random weights of Llama 3.2 1B's shape (tied embedding) with an EAGLE-3 or P-EAGLE head of its size (draft
-vocabulary 32,000) or a DFlash head of five layers of its size (the model's output layer), or of Qwen3.5
-0.8B's shape (vocabulary 248,320, tied) with its MTP head. All works take turns in one process, so figures are
-ratios. One request, native kernels.
+vocabulary 32,000), or a DFlash or DSpark head of five layers of its size (the model's output layer; tables of
+rank 256), or of Qwen3.5 0.8B's shape (vocabulary 248,320, tied) with its MTP head. All works take turns in
+one process, so figures are ratios. One request, native kernels.
 
     commit_N   time of a pass of N rows with the commit of a head, over the same pass without
     prompt     the same for a prompt chunk of 512 rows
     rows_4     time of a step that verifies 3 draft tokens, with the commit, over a plain step of one row
-    draft_3    time of a draft of 3 tokens in one call, over a plain step
+    draft_3    time of a draft of 3 tokens, as the engine's drafter makes it, over a plain step
     draft_3x4  the same for 4 requests, over a plain step of 4 requests
     draft_7    a draft of 7 tokens in one pass, if that is how the head drafts
     gain_A     tokens per plain step's time at A tokens a step: A / (rows_4 + draft_3)
@@ -29,18 +29,22 @@ import torch
 from benchmarks.script import print_json, run_script
 from benchmarks.states import medians
 from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
 from foreword.core.states import SEGMENT, StateSizes
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.heads.head_loader import load_head, load_mtp_head
 from foreword.models.interfaces import Head, Precision
 from foreword.models.model_loader import load_model
+from foreword.sampling.sampler import Sampler
+from foreword.speculation.drafters.head import HeadDrafter
+from foreword.speculation.engine_drafter import DraftRequest
 
 BLOCK_SIZE, MAX_LEN, DRAFT_LEN, ROUNDS = 16, 1024, 3, 25
 ANCHORS = MAX_LEN // 64 + 1  # of a request with states
 LENGTHS = (2.0, 2.5, 3.0)  # tokens a step: SCALE of published heads
-GREEDY = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 LAYER = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -96,7 +100,18 @@ DFLASH = {
     "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 7, 10, 13]},
     "tie_word_embeddings": False,
 }
-HEADS = {"eagle3": HEAD, "p-eagle": {**HEAD, "pard_token": 5}, "dflash": DFLASH, "mtp": HEAD}
+DSPARK = {
+    **DFLASH,
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {**DFLASH["dflash_config"], "markov_rank": 256},
+}
+HEADS = {
+    "eagle3": HEAD,
+    "p-eagle": {**HEAD, "pard_token": 5},
+    "dflash": DFLASH,
+    "dspark": DSPARK,
+    "mtp": HEAD,
+}
 
 
 class Passes:
@@ -138,11 +153,9 @@ class Passes:
         self.plain = target.compile_logits(kv)
         target.head = head
         self.with_head = target.compile_logits(kv)
-        draft = head.compile_draft(kv)
-        assert isinstance(draft, DraftLoop)
-        self._draft, self.parallel = draft, head.parallel
-        assert kv.head is not None
-        self._mask_slot = kv.head.mask_slot
+        self.parallel = head.parallel
+        sampler = Sampler(ops, target.vocab_size, [])
+        self._drafter = HeadDrafter(head, ops, kv, sampler, 8, MAX_LEN, target.vocab_size)
         for start in range(0, context + 8, 256):
             self.with_head(self.batch(256, start))
 
@@ -163,18 +176,14 @@ class Passes:
         return build_batch(chunks, BLOCK_SIZE, 1, "cpu", **options)
 
     def draft(self, requests: int, length: int = DRAFT_LEN) -> None:
-        token_ids, options = [7], {}
-        if self.parallel is not None:
-            token_ids += [self.parallel.mask_token_id] * (length - self.parallel.samples_last_token)
-            slot = self._mask_slot if self.parallel.reads_mask_state else None
-            options = {"in_one_pass": True, "mask_slot": slot}
-        jobs = [
-            DraftJob(
-                token_ids, self.context, self._blocks(n), self.context + 1, length, -1e9, GREEDY, **options
-            )
+        states = [
+            RequestState(Request(str(n), (7,) * (self.context + 1), GREEDY, seed=0), 0, MAX_LEN)
             for n in range(requests)
         ]
-        self._draft.draft(jobs, BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
+        for n, state in enumerate(states):
+            state.num_computed = self.context
+            state.blocks.extend(self._blocks(n))
+        self._drafter.propose([DraftRequest(state, length) for state in states])
 
     def _blocks(self, request: int) -> range:
         size = MAX_LEN // BLOCK_SIZE

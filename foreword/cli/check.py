@@ -238,12 +238,13 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
 def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -> CheckResult:
     if drafter.is_head:
         num_read = drafter.active_parameters
-        if not drafter.embedding_parameters:  # its output layer is the model's
+        if drafter.embedding_parameters == drafter.markov_parameters:  # its output layer is the model's
             limit = config.mtp_vocab_size if drafter.architecture == "mtp" else 0
             num_rows = min(limit or target.vocab_size, target.vocab_size)
             num_read += num_rows * drafter.hidden_size
-        share = num_read / target.active_parameters
         count = min(drafter.draft_tokens_per_pass, num_drafted(config))
+        num_read += (count - 1) * drafter.markov_parameters // 2  # for each token, one of the two tables
+        share = num_read / target.active_parameters
         what = "a draft token" if count == 1 else f"a draft of up to {count} tokens"
         return CheckResult(True, f"{what} reads at most {share:.1%} of the model's parameters")
     warning = draft_size_warning(target.parameters, drafter.parameters)

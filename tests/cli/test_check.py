@@ -26,7 +26,13 @@ from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import format_bytes
 from foreword.planning.memory_plan import MemoryPart
 from tests.server.conftest import run_server
-from tests.support.block_heads import dflash_config, dflash_tensors
+from tests.support.block_heads import (
+    MARKOV_RANK,
+    dflash_config,
+    dflash_tensors,
+    dspark_config,
+    markov_tensors,
+)
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint, write_json
 from tests.support.engines import load_engine, make_request, run
 from tests.support.gguf_files import Kind, write_gguf
@@ -266,6 +272,20 @@ def test_block_head_counts_a_draft_and_the_layers_of_its_memory(
     # 2 requests of 33 rows in blocks of 16; K and V of 2 heads of 16 in 2 layers, in float32
     assert re.search(r"draft tokens +48\.0 KiB  room of the trained head", text)
     assert "speculation: grammar, prediction, suffix, text, dflash;" in text
+
+
+def test_markov_head_is_counted_for_each_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    config = dspark_config(model)
+    size, vocab_size = config["hidden_size"], config["vocab_size"]
+    tensors = dflash_tensors(config) | markov_tensors(vocab_size, vocab_size, size)
+    head = write_head(tmp_path / "head", config, tensors)
+    code, text = check(capsys, str(model), "--draft-model", str(head))
+    own = sum(value.numel() for name, value in tensors.items() if "confidence" not in name)
+    # The model's output layer once, and a table of the Markov head for each of 7 tokens
+    num_read = own + vocab_size * (size + 6 * MARKOV_RANK)
+    share = num_read / read_model_info(model).parameters
+    assert code == 0 and f"ok   a draft of up to 7 tokens reads at most {share:.1%} of the model's" in text
 
 
 def test_mtp_head_of_the_model_is_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

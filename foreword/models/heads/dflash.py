@@ -226,6 +226,7 @@ class DFlash:
             context_len=target.info.context_len,
             vocab_size=target.vocab_size,
             embedding_parameters=own_parameters + markov_parameters,
+            markov_parameters=markov_parameters,
             is_head=True,
             draft_tokens_per_pass=parallel.max_tokens,
             draft_extra_rows=parallel.num_rows(0),
