@@ -268,7 +268,7 @@ def markov_tensors(
     generator = torch.Generator().manual_seed(seed + 7)
     return {
         "markov_head.markov_w1.weight": torch.randn(vocab_size, MARKOV_RANK, generator=generator),
-        "markov_head.markov_w2.weight": torch.randn(draft_vocab_size, MARKOV_RANK, generator=generator) * 0.3,
+        "markov_head.markov_w2.weight": torch.randn(draft_vocab_size, MARKOV_RANK, generator=generator),
         "confidence_head.proj.weight": torch.randn(1, hidden_size + MARKOV_RANK, generator=generator),
         "confidence_head.proj.bias": torch.zeros(1),
     }
@@ -309,8 +309,11 @@ def train_block_head(
     ends = ("embed_tokens.weight", "embeddings.weight", "wte.weight")
     embedding = next(value.float() for name, value in weights.items() if name.endswith(ends))
     if method in ("dflash", "dspark"):
-        make_config = dflash_config if method == "dflash" else dspark_config
-        config, aux_layers = make_config(model, block_size=count + 1), AUX_LAYERS[1:]
+        aux_layers = AUX_LAYERS[1:]
+        if method == "dflash":
+            config = dflash_config(model, block_size=count + 1)
+        else:
+            config = dspark_config(model, block_size=count)
         tensors = dflash_tensors(config)
         if method == "dspark":
             tensors |= markov_tensors(config["vocab_size"], config["vocab_size"], config["hidden_size"])
@@ -344,7 +347,8 @@ def make_reference(
     config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor, lm_head: Tensor
 ) -> BlockReference:
     if "dflash_config" in config:
-        return ReferenceDFlash(config, tensors, embedding, lm_head)
+        samples_anchor = "markov_rank" in config["dflash_config"]
+        return ReferenceDFlash(config, tensors, embedding, lm_head, samples_anchor=samples_anchor)
     return ReferencePEagle(
         config, tensors, embedding, lm_head, later=[*range(1, config["num_hidden_layers"])]
     )

@@ -56,7 +56,9 @@ DEEPSPEC_KEYS = (
     *("verification_block_size", *UNUSED_DSPARK_KEYS),
 )
 OPTIONS_KEY = "dflash_config"
+ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next")
 OWN_KEYS = (
+    *ANCHOR_KEYS,
     *(OPTIONS_KEY, "block_size", "is_causal", "is_neox_style", "add_swa_attention_sink_bias"),
     *("draft_vocab_size", "target_hidden_size", "num_target_layers"),
 )
@@ -89,7 +91,6 @@ class DFlashConfig:
     def _read_original(cls, config: ConfigReader) -> DFlashConfig:
         """`target_layer_ids` name layers by their output, which is the next one's input."""
         own, is_dspark = config.get_section(OPTIONS_KEY), _is_dspark(config)
-        samples_last = own is None  # as DeepSpec trains
         if own is None:
             if not is_dspark:
                 raise config.error(OPTIONS_KEY, "is missing")
@@ -98,6 +99,7 @@ class DFlashConfig:
             own.require_value("verification_block_size", config.get("block_size"))
             own.require_value("proposal_hidden_offset", 0)
         markov_rank = _read_markov(own) if is_dspark else 0
+        samples_last = _samples_last_token(own, config, is_dspark)
         aux_layers = tuple(each + 1 for each in _read_layers(own, "target_layer_ids"))
         size = own.get_int("block_size", config.get_int("block_size", BLOCK_SIZE, low=2), low=2)
         parallel = ParallelDraft(_read_mask(own), size - (not samples_last), samples_last, False)
@@ -139,7 +141,7 @@ class DFlashConfig:
         aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
         size = config.get_int("block_size", 8, low=2)
         is_dspark = _is_dspark(config)
-        samples_last = config.get_bool("sample_from_anchor", is_dspark)
+        samples_last = config.get_bool("sample_from_anchor", False)
         markov_rank = _read_markov(config) if is_dspark else 0
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
@@ -294,6 +296,12 @@ def _read_markov(config: ConfigReader) -> int:
     for key in UNUSED_DSPARK_KEYS:
         config.get(key, None)
     return config.get_int("markov_rank", 0, low=0)
+
+
+def _samples_last_token(own: ConfigReader, config: ConfigReader, default: bool) -> bool:
+    """Whether the last token's row drafts: DSpark is trained so where its config does not say."""
+    given = [reader.get_bool(key, False) for reader in (own, config) for key in ANCHOR_KEYS if key in reader]
+    return any(given) if given else default
 
 
 def _refuse_extensions(config: ConfigReader) -> None:

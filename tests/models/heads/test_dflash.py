@@ -106,12 +106,23 @@ LAYOUTS = {
         own={"sliding_window_non_causal": True, "sample_from_anchor": True, "block_size": COUNT},
         reference={"windows": (12, None), "samples_anchor": True},
     ),
-    "DSpark": Layout("dspark"),
+    "original, last token": Layout(
+        config={"block_size": COUNT},
+        own={"query_zero_predicts_next": True},
+        reference={"samples_anchor": True},
+    ),
+    "DSpark": Layout("dspark", config={"block_size": COUNT}, reference={"samples_anchor": True}),
+    "DSpark, masks": Layout("dspark", own={"sample_from_anchor": False}),
     "DSpark, speculators": Layout(
         "dspark",
         speculators=True,
         draft_size=DRAFT_SIZE,
-        own={"block_size": COUNT, "markov_rank": MARKOV_RANK, "enable_confidence_head": True},
+        own={
+            "block_size": COUNT,
+            "sample_from_anchor": True,
+            "markov_rank": MARKOV_RANK,
+            "enable_confidence_head": True,
+        },
         reference={"samples_anchor": True},
     ),
     "DSpark, DeepSpec": Layout("dspark", own_embedding=True, reference={"samples_anchor": True}),
@@ -312,7 +323,7 @@ def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
         assert tokens.logprobs == pytest.approx(logprobs[length][:count], abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["DSpark", "DSpark, speculators", "DSpark, DeepSpec"])
+@pytest.mark.parametrize("layout", ["DSpark", "DSpark, masks", "DSpark, speculators", "DSpark, DeepSpec"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_of_dspark_depend_on_the_one_before(layout: str, backend: str, tmp_path: Path) -> None:
     """Two requests with drafts of different lengths."""
