@@ -31,14 +31,14 @@ HEADS = MappingProxyType(
         "dflash": "dflash",
         "DFlashDraftModel": "dflash",
         "DFlashSpeculator": "dflash",
-        # Refused by name: what they have beyond DFlash
-        "dflash2": "dflash",
-        "DFlash2DraftModel": "dflash",
-        "DFlash2Speculator": "dflash",
         "dspark": "dflash",
         "DSparkDraftModel": "dflash",
         "DSparkSpeculator": "dflash",
         "Qwen3DSparkModel": "dflash",
+        # Refused by name: what they have beyond DFlash
+        "dflash2": "dflash",
+        "DFlash2DraftModel": "dflash",
+        "DFlash2Speculator": "dflash",
         "Gemma4AssistantForCausalLM": "mtp",
         "Gemma4UnifiedAssistantForCausalLM": "mtp",
     }
