@@ -164,8 +164,13 @@ class _Fleet:
         return await self._keep(self._start_router)
 
     async def _keep(self, start: Any) -> int:
-        """Start a process again whenever it ends, until its configuration is refused; returns its code."""
+        """Start a process again whenever it ends, unless the first one refuses the configuration.
+
+        Later ones have the same configuration: they miss something that may come back, such as Ray's head.
+        Returns the first one's code.
+        """
         backoff_s = MIN_BACKOFF_S
+        is_first = True
         while True:
             started_s = time.monotonic()
             process: Process = await start()
@@ -174,8 +179,9 @@ class _Fleet:
             except asyncio.CancelledError:
                 await _stop(process)
                 raise
-            if code == EXIT_CONFIG:
+            if code == EXIT_CONFIG and is_first:
                 return code
+            is_first = False
             if time.monotonic() - started_s > MAX_BACKOFF_S:
                 backoff_s = MIN_BACKOFF_S
             logger.warning("a process ended with code %d, and is started again in %g s", code, backoff_s)

@@ -42,6 +42,7 @@ CLOSE_TIMEOUT_S = 10.0
 MAX_BATCHES_IN_FLIGHT = 2  # one computed, one queued in the process
 MAX_INLINE_CHECKS = 64  # inputs; more are checked in a thread
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
+START_RETRY_S = 5.0  # pause after a failed start: memory or files may become free
 
 
 @dataclass(eq=False, slots=True)
@@ -239,11 +240,11 @@ class EncoderClient:
     async def close(self) -> None:
         """End the process and wait for its exit."""
         self.alive = self._is_up = False
+        self._fail_all("the server shuts down")
         if self._serve_task is not None:
             self._serve_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serve_task
-        self._fail_all("the server shuts down")
         await self._stop_process()
 
     def _require_running(self) -> EncoderInfo:
@@ -313,16 +314,20 @@ class EncoderClient:
 
     async def _serve(self) -> None:
         """Receive results, and restart the process after crashes, until it crashes too often."""
-        while self._process is not None:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    self._on_message(await self._process.receive())
-            self._is_up = False
-            self._requeue_after_crash()
-            await self._stop_process()
-            await self._restart()
-        self.alive = False
-        self._fail_all("the encoder crashed and cannot be restarted")
+        try:
+            while self._process is not None:
+                with contextlib.suppress(EOFError, OSError):
+                    while True:
+                        self._on_message(await self._process.receive())
+                self._is_up = False
+                self._requeue_after_crash()
+                await self._stop_process()
+                await self._restart()
+        except Exception:
+            LOG.exception("encoder: internal error, giving up")
+        finally:
+            self.alive = self._is_up = False
+            self._fail_all("the encoder crashed and cannot be restarted")
 
     def _requeue_after_crash(self) -> None:
         """Queue the inputs in flight for a retry, one by one; a retried input fails."""
@@ -334,19 +339,22 @@ class EncoderClient:
         self._in_flight.clear()
 
     async def _restart(self) -> None:
-        if not self._may_restart():
-            message = "encoder: crashed more than %d times within %g s without a result, giving up"
-            LOG.error(message, MAX_RESTARTS, RESTART_WINDOW_S)
-            return
-        LOG.error("encoder: process crashed, restarting it")
-        self._process = await EncoderProcess.launch(self._config)
-        try:
-            self.info = await self._process.wait_ready()
-            self._is_up = True
-            self._dispatch()
-        except Exception:
-            LOG.exception("encoder: restart failed")
-            await self._stop_process()
+        """Start the process again; a failed start counts as a crash. Leaves no process after too many."""
+        while self._may_restart():
+            LOG.error("encoder: process crashed, restarting it")
+            try:
+                self._process = await EncoderProcess.launch(self._config)
+                self.info = await self._process.wait_ready()
+            except Exception:
+                LOG.exception("encoder: restart failed")
+                await self._stop_process()
+                await asyncio.sleep(START_RETRY_S)
+            else:
+                self._is_up = True
+                self._dispatch()
+                return
+        message = "encoder: crashed more than %d times within %g s without a result, giving up"
+        LOG.error(message, MAX_RESTARTS, RESTART_WINDOW_S)
 
     def _may_restart(self) -> bool:
         """Record a crash; returns False after too many recent ones."""

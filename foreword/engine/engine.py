@@ -15,7 +15,7 @@ from foreword.core.request import NO_LORA, POOLING_TYPES, Request, RequestState,
 from foreword.core.structured_output import RequestGrammar, Vocabulary
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import VisionEncoderRunner, check_images, pending_images
-from foreword.engine.fault_isolation import FaultIsolation
+from foreword.engine.fault_isolation import FailedPasses, FaultIsolation
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.overlap_scheduling import OverlapLoop
 from foreword.engine.pooler import PoolOutput
@@ -82,12 +82,9 @@ class Engine:
         self._device_bytes = self._device_memory()
         self._num_steps = 0
         self._faults: Counter[str] = Counter()
-        self._model_pass = FaultIsolation(
-            self._build_and_run, StepOutput, self._report_requests, self.timer, self._faults
-        )
-        self._pooling_pass = FaultIsolation(
-            self._build_and_pool, PoolOutput, self._report_requests, self.timer, self._faults
-        )
+        shared = self._report_requests, self.timer, self._faults, FailedPasses()
+        self._model_pass = FaultIsolation(self._build_and_run, StepOutput, *shared)
+        self._pooling_pass = FaultIsolation(self._build_and_pool, PoolOutput, *shared)
         self._pending_grammars = PendingGrammars()
         self._pending_events: list[Event] = []
         self._num_block_updates = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 import torch
@@ -27,9 +28,19 @@ from foreword.kernels.gpu import is_device_lost
 logger = logging.getLogger(__name__)
 
 NONFINITE: Final = "nonfinite"  # the fault label of logits, hidden states and features that are not finite
-MAX_FAILED_STEPS: Final = 16  # steps in a row with errors only before the engine gives up
+MAX_FAILED_PASSES: Final = 16  # passes in a row with errors only before the engine gives up
 
 Output = TypeVar("Output", bound=StepOutput | PoolOutput)
+
+
+@dataclass(slots=True)
+class FailedPasses:
+    """Passes in a row in which every request failed, shared by all kinds of passes of an engine.
+
+    A success of any kind proves the engine healthy: failing embeddings do not end the streams beside them.
+    """
+
+    num_in_a_row: int = 0
 
 
 class FaultIsolation(Generic[Output]):
@@ -42,6 +53,7 @@ class FaultIsolation(Generic[Output]):
         on_batch: Callable[[Sequence[ScheduledRequest]], None],  # before each pass, see Engine
         timer: StepTimer,
         faults: Counter[str],  # isolated errors by stage
+        failed_passes: FailedPasses,
     ) -> None:
         self.was_retried = False  # whether the last run was retried
         self._run_pass = run_pass
@@ -49,7 +61,7 @@ class FaultIsolation(Generic[Output]):
         self._on_batch = on_batch
         self._timer = timer
         self._faults = faults
-        self._failed_steps = 0
+        self._failed_passes = failed_passes
 
     def run(self, requests: Sequence[ScheduledRequest]) -> list[Output]:
         """One output per request, the same as if it ran alone.
@@ -59,7 +71,7 @@ class FaultIsolation(Generic[Output]):
         self.was_retried = False
         outputs = self._run(requests)
         if any(output.error is None for output in outputs):
-            self._failed_steps = 0
+            self._failed_passes.num_in_a_row = 0
         elif any(isinstance(output.error, RequestFailed) for output in outputs):
             self._health_check()
         return outputs
@@ -100,12 +112,12 @@ class FaultIsolation(Generic[Output]):
 
     def _health_check(self) -> None:
         """Every request failed: run a dummy request to see if the engine itself is broken."""
-        self._failed_steps += 1
+        self._failed_passes.num_in_a_row += 1
         (output,) = self._run_pass([_dummy_request("last" if self._output_type is PoolOutput else None)])
         if output.error is not None:
             raise RuntimeError("the engine is broken: a dummy request fails as well") from output.error
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise RuntimeError(f"all requests failed in {self._failed_steps} steps in a row")
+        if self._failed_passes.num_in_a_row >= MAX_FAILED_PASSES:
+            raise RuntimeError(f"all requests failed in {MAX_FAILED_PASSES} passes in a row")
 
 
 def reset_state(states: Sequence[RequestState]) -> None:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -64,10 +64,12 @@ class RayCluster:
         self._supervisors: dict[str, Any] = {}  # actors, by URL of their server
 
     def nodes(self, config: Config) -> list[NodeFacts]:
-        """The machines that answer. `config` names the model whose files are looked for."""
-        available = self._ray._private.state.available_resources_per_node()
-        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
-        probes = {node: self._task(probe_node, node).remote(config.model) for node in alive}
+        """The machines that answer. `config` names the model whose files are looked for.
+
+        Raises ForewordError if Ray's head does not answer.
+        """
+        available = self._checked(self._ray._private.state.available_resources_per_node)
+        probes = {node: self._task(probe_node, node).remote(config.model) for node in self.alive_nodes()}
         nodes = []
         for node, probe in probes.items():
             try:
@@ -80,7 +82,8 @@ class RayCluster:
         return nodes
 
     def alive_nodes(self) -> set[str]:
-        return {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        """Raises ForewordError if Ray's head does not answer."""
+        return {node["NodeID"] for node in self._checked(self._ray.nodes) if node["Alive"]}
 
     def plan(self, node: NodeFacts, config: Config) -> tuple[Config, Needs]:
         """The options that all servers of the model get, and their needs. Raises ForewordError."""
@@ -126,8 +129,11 @@ class RayCluster:
         return self._ray.remote(function).options(**options)
 
     def _call(self, reference: Any) -> Any:
+        return self._checked(lambda: self._ray.get(reference, timeout=CALL_TIMEOUT_S))
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
         try:
-            return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
+            return call()
         except Exception as error:
             cause = getattr(error, "cause", None)  # an exception of the function itself
             if isinstance(cause, ForewordError):

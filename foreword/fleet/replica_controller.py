@@ -22,6 +22,7 @@ MIN_SPARE_SHARE: Final = 0.5  # free share of the remaining servers before one i
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S: Final = 1800.0  # limit until a server answers, a download included
 LOST_S: Final = 10.0  # silence after which a server that did answer is replaced
+OUTAGE_S: Final = 60.0  # silence of the cluster after which only a new connection may help
 RETRY_S: Final = 10.0  # pause after a server could not be placed, or ended while it was loading
 CALL_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S, END_POLL_S = 30.0, 0.2  # limit and poll interval of stopping servers
@@ -223,8 +224,22 @@ class ReplicaController:
         self._servers: dict[str, _Server] = {}  # keyed by address
         self._retry_s = 0.0  # no placement before
         self._logged = ""
+        self._outage_since_s: float | None = None  # the cluster does not answer
 
     def tick(self) -> None:
+        """Raises RuntimeError if the cluster has not answered for OUTAGE_S. The servers run without it."""
+        try:
+            self._tick()
+        except ForewordError as error:
+            if self._outage_since_s is None:
+                logger.warning("the cluster does not answer: %s", error.message)
+                self._outage_since_s = self._clock()
+            elif self._clock() - self._outage_since_s > OUTAGE_S:
+                raise RuntimeError(f"the cluster has not answered for {OUTAGE_S:g} s") from error
+        else:
+            self._outage_since_s = None
+
+    def _tick(self) -> None:
         model = self._router.model()
         states: dict[str, Any] = {}
         if model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -42,6 +43,8 @@ TOOL_RULE: Final = re.compile(r"_tool(\d+)", re.IGNORECASE)  # part of a rule's 
 UNSUPPORTED_ATTRIBUTE: Final = re.compile(
     r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE
 )
+# A backtrace in each of llguidance's errors (RUST_BACKTRACE=1) takes 20 times as long as reading the cost.
+os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
 
 def to_llguidance(structured: StructuredOutput) -> str:
@@ -140,8 +143,12 @@ class Lexer:
         return reason if reason.startswith(LEXER_ERROR) else ""
 
     def is_full(self, llg: LLMatcher) -> bool:
-        """Whether the states cost too much for a shared lexer; `llg` has computed the last mask."""
-        if self._cost + self.unread_s * limits.MAX_COST_PER_S > limits.MAX_LEXER_COST:
+        """Whether the states cost too much for a shared lexer; `llg` has computed the last mask.
+
+        The cost is read once it may exceed that of a row: below it, no row fails. So the masks of some time
+        lie between two reads, however close the lexer is to its own limit.
+        """
+        if self._cost + self.unread_s * limits.MAX_COST_PER_S > limits.MAX_ROW_COST:
             self._cost = self.read_cost(llg)
             self.unread_s = 0.0
         return self._cost > limits.MAX_LEXER_COST

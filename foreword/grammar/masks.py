@@ -76,6 +76,7 @@ class MaskJob:
         begin_s = time.perf_counter()
         compute_masks(self._executor, [(request.matcher, request.draft) for request in self._requests], masks)
         elapsed_s = time.perf_counter() - begin_s
+        # Any lexer may have taken all of the time: by a share, its cost would have no upper bound
         for lexer in {id(request.lexer): request.lexer for request in self._requests}.values():
             lexer.unread_s += elapsed_s
         begin = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,13 @@ from foreword.core.request import Request, RequestState
 WORD_BITS = 32  # bits of a mask word
 INITIAL_CAPACITY = 256  # distinct ids
 INITIAL_TEXT_CAPACITY = 1024  # tokens
+MAX_TAIL = 4096  # last tokens that are searched one by one; the index of older ones is sorted
 MAX_PENALTY = 1e30  # finite after any temperature: a penalty never masks a token
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Lengths = npt.NDArray[np.int32]
+NO_IDS: Ids = np.zeros(0, np.int64)
 
 
 def get_penalty_state(state: RequestState) -> PenaltyState:
@@ -104,12 +107,12 @@ class PenaltyState:
         """Ids that would continue a repeat, and the penalties subtracted from their logits."""
         params = self._request.params
         if self._suffix_repeats is None or self._dry_table is None:
-            self._suffix_repeats = SuffixRepeats(self._request.dry_breakers)
+            self._suffix_repeats = SuffixRepeats(
+                params.dry_allowed_length, params.dry_penalty_last_n, self._request.dry_breakers
+            )
             self._dry_table = _dry_penalty_table(params.dry_multiplier, params.dry_base)
         self._suffix_repeats.update(tokens)
-        ids, lengths = self._suffix_repeats.find_continuations(
-            draft, params.dry_allowed_length, params.dry_penalty_last_n
-        )
+        ids, lengths = self._suffix_repeats.find_continuations(draft)
         return ids, self._dry_table[lengths - params.dry_allowed_length]
 
     def allowed_mask(self, vocab_size: int) -> Tensor:
@@ -142,77 +145,116 @@ def _dry_penalty_table(multiplier: float, base: float) -> Floats:
     return np.array(penalties, np.float32)
 
 
-class SuffixRepeats:
-    """For each index of a text, how many tokens before it equal the last tokens of the text.
+@dataclass(frozen=True, slots=True)
+class _Matches:
+    """Earlier tokens of a text, where the tokens before each equal the last tokens of the text."""
 
-    |<- ... a b c ->| d ... |<- a b c ->|     lengths[index of d] is 3: d would continue the repeat
+    indices: Ids  # ascending
+    lengths: Lengths  # number of equal tokens
+    reach: int  # tokens since the last breaker; after a gap, MAX_REPEAT_LEN of them at most
+
+
+NO_MATCHES = _Matches(NO_IDS, np.zeros(0, np.int32), 0)
+
+
+class SuffixRepeats:
+    """Finds the earlier tokens of a text that would continue a repeat of its last tokens.
+
+    |<- ... a b c ->| d ... |<- a b c ->|     a match of length 3: d would continue the repeat
                               end of text
 
-    Lengths are capped at MAX_REPEAT_LEN, so only that many new tokens are replayed after a gap.
+    A match has at least the last n-gram in common with the end, and an index finds all places of an n-gram.
+    One more token makes a match longer or ends it. So a token's cost depends on the number of these places,
+    not on the length of the text. Lengths are capped at MAX_REPEAT_LEN.
+
+    |<------- sorted by n-gram ------->|<- tail, searched one by one ->|<- draft ->|
+                            len(_sorted_keys)                     _num_tokens
     """
 
     __slots__ = (
         "_breaker_ids",
         "_breaker_sequences",
         "_draft_ids",
-        "_draft_lengths",
+        "_draft_matches",
         "_ids",
-        "_lengths",
+        "_keys",
+        "_last_indices",
+        "_lengths_at",
+        "_matches",
+        "_min_length",
+        "_ngram_size",
         "_num_tokens",
+        "_sorted_indices",
+        "_sorted_keys",
+        "_window",
     )
 
-    def __init__(self, breakers: Sequence[tuple[int, ...]] = ()) -> None:
-        """breakers  token sequences; no repeat extends over the end of one"""
+    def __init__(self, min_length: int, window: int = -1, breakers: Sequence[tuple[int, ...]] = ()) -> None:
+        """min_length  tokens that a repeat has at least
+        window      how many last tokens of text and draft are searched; -1: all
+        breakers    token sequences; no repeat extends over the end of one
+        """
+        self._min_length, self._window = min_length, window
+        self._ngram_size = min(max(min_length, 1), 2)
         self._breaker_ids = frozenset(breaker[0] for breaker in breakers if len(breaker) == 1)
         self._breaker_sequences: dict[int, list[tuple[int, ...]]] = {}  # by their last token
         for breaker in breakers:
             if len(breaker) > 1:
                 self._breaker_sequences.setdefault(breaker[-1], []).append(breaker)
         self._ids: Ids = np.zeros(INITIAL_TEXT_CAPACITY, np.int64)
-        self._lengths: Lengths = np.zeros(INITIAL_TEXT_CAPACITY, np.int32)
+        self._keys: Ids = np.zeros(INITIAL_TEXT_CAPACITY, np.int64)  # the n-gram that ends with each token
+        self._lengths_at: Lengths = np.zeros(INITIAL_TEXT_CAPACITY, np.int32)  # zero between calls
         self._num_tokens = 0
+        self._sorted_keys, self._sorted_indices = NO_IDS, NO_IDS
+        self._last_indices = NO_IDS  # the last place of each sorted n-gram
+        self._matches = NO_MATCHES
         self._draft_ids: tuple[int, ...] = ()
-        self._draft_lengths: Lengths = self._lengths
+        self._draft_matches: list[_Matches] = []  # after each token of the draft
 
     def update(self, tokens: Sequence[int]) -> None:
         """Extend the text to `tokens`, which begin with the text so far."""
         start, end = self._num_tokens, len(tokens)
         if start == end:
             return
-        self._ensure_capacity(end)
-        self._ids[start:end] = tokens[start:]
-        for index in range(self._first_counted(start, end), end):
-            self._extend(self._lengths, index)
+        self._write(start, tokens[start:])
         self._num_tokens = end
-        self._draft_ids, self._draft_lengths = (), self._lengths
+        self._draft_ids, self._draft_matches = (), []
+        if end - len(self._sorted_keys) > MAX_TAIL:
+            self._sort_until(end - MAX_REPEAT_LEN)  # matches may be extended token by token after it
+        first = self._first_counted(start, end)
+        if first > start:
+            self._matches = self._find_matches(first)
+        else:
+            for index in range(start, end):
+                self._matches = self._extend(self._matches, index)
 
-    def find_continuations(self, draft: tuple[int, ...], min_length: int, window: int) -> tuple[Ids, Lengths]:
-        """Ids that would continue a repeat of at least `min_length` last tokens, and the longest such length.
-
-        window  how many last tokens of text and draft are searched; -1: all. Breakers are left out.
-        """
-        self._set_draft(draft)
+    def find_continuations(self, draft: tuple[int, ...]) -> tuple[Ids, Lengths]:
+        """Ids that would continue a repeat after text and draft, and its longest length. No breakers."""
+        matches = self._matches_after(draft)
         end = self._num_tokens + len(draft)
-        start = 0 if window < 0 else max(end - window, 0)
-        lengths = self._draft_lengths[start + 1 : end]
-        indices = np.flatnonzero(lengths >= min_length)
-        in_window = np.minimum(lengths[indices], indices + 1)
-        return self._longest_per_id(self._ids[start + 1 : end][indices], in_window, min_length)
+        start = self._window_start(end)
+        indices, lengths = matches.indices, np.minimum(matches.lengths, matches.indices - start)
+        if self._min_length == 0:  # each id of the window continues the empty repeat
+            others = np.concatenate((self._last_indices, np.arange(len(self._sorted_keys), end)))
+            others = others[others > start]
+            indices = np.concatenate((indices, others))
+            lengths = np.concatenate((lengths, np.zeros_like(others)))
+        is_long = lengths >= self._min_length
+        return self._longest_per_id(self._ids[indices[is_long]], lengths[is_long])
+
+    def _window_start(self, end: int) -> int:
+        """Index of the first token that is searched, with `end` tokens."""
+        return 0 if self._window < 0 else max(end - self._window, 0)
 
     def _first_counted(self, start: int, end: int) -> int:
-        """The first index of [start, end) that affects the lengths at `end`; earlier ones need no replay."""
+        """The first index of [start, end) that affects the matches at `end`."""
         oldest = max(start, end - MAX_REPEAT_LEN)
         after_breakers = (index + 1 for index in range(end - 1, oldest - 1, -1) if self._ends_breaker(index))
-        first = next(after_breakers, oldest)
-        if first > start:
-            self._lengths[: first + 1] = 0
-        return first
+        return next(after_breakers, oldest)
 
-    def _longest_per_id(
-        self, ids: Ids, lengths: npt.NDArray[np.int64], min_length: int
-    ) -> tuple[Ids, Lengths]:
+    def _longest_per_id(self, ids: Ids, lengths: Ids) -> tuple[Ids, Lengths]:
         base = MAX_REPEAT_LEN + 1
-        keys = np.sort((ids * base + lengths)[lengths >= min_length])
+        keys = np.sort(ids * base + lengths)
         is_last_of_id = np.append(keys[1:] // base != keys[:-1] // base, True)[: len(keys)]
         ids, longest = np.divmod(keys[is_last_of_id], base)
         if self._breaker_ids:
@@ -220,31 +262,59 @@ class SuffixRepeats:
             ids, longest = ids[kept], longest[kept]
         return ids, longest.astype(np.int32)
 
-    def _set_draft(self, draft: tuple[int, ...]) -> None:
-        """Append `draft` to the text for the next query. The drafts of a step mostly extend each other."""
-        if not draft:
-            self._draft_ids, self._draft_lengths = (), self._lengths
-        if draft == self._draft_ids:
-            return
-        known = len(self._draft_ids) if draft[: len(self._draft_ids)] == self._draft_ids else 0
-        end = self._num_tokens + len(draft)
-        self._ensure_capacity(end)
-        lengths = np.zeros(len(self._lengths), np.int32)
-        base = self._draft_lengths if known else self._lengths
-        lengths[: self._num_tokens + known] = base[: self._num_tokens + known]
-        self._ids[self._num_tokens : end] = draft
-        for index in range(self._num_tokens + known, end):
-            self._extend(lengths, index)
-        self._draft_ids, self._draft_lengths = draft, lengths
+    def _matches_after(self, draft: tuple[int, ...]) -> _Matches:
+        """The matches of text and draft. The drafts of a step mostly extend each other."""
+        pairs = enumerate(zip(draft, self._draft_ids, strict=False))
+        shorter = min(len(draft), len(self._draft_ids))
+        known = next((index for index, (new, old) in pairs if new != old), shorter)
+        if known < len(draft):
+            self._write(self._num_tokens + known, draft[known:])
+            self._draft_ids = draft
+            del self._draft_matches[known:]
+            matches = self._draft_matches[-1] if known else self._matches
+            for index in range(self._num_tokens + known, self._num_tokens + len(draft)):
+                matches = self._extend(matches, index)
+                self._draft_matches.append(matches)
+        return self._draft_matches[len(draft) - 1] if draft else self._matches
 
-    def _extend(self, lengths: Lengths, end: int) -> None:
-        """Append the token at `_ids[end]` to the text of `end` tokens."""
-        if self._ends_breaker(end):
-            lengths[: end + 1] = 0
-            return
-        longer = np.minimum(lengths[:end] + 1, MAX_REPEAT_LEN)
-        lengths[1 : end + 1] = np.where(self._ids[:end] == self._ids[end], longer, 0)
-        lengths[0] = 0
+    def _find_matches(self, first: int) -> _Matches:
+        """The matches at the end of the text, without those before; they reach back to `first` at most."""
+        end = self._num_tokens
+        if end - first < self._ngram_size:
+            return replace(NO_MATCHES, reach=end - first)
+        places = self._places_of(int(self._keys[end - 1]), self._window_start(end), end - 1)
+        lengths = np.full(len(places), end - first, np.int32)
+        rows, last = np.arange(len(places)), places  # of the matches that go on
+        for length in range(self._ngram_size, end - first):
+            before = last - length
+            goes_on = (before >= 0) & (self._ids[before] == self._ids[end - 1 - length])
+            lengths[rows[~goes_on]] = length
+            rows, last = rows[goes_on], last[goes_on]
+            if not len(rows):
+                break
+        return _Matches(places + 1, lengths, end - first)
+
+    def _extend(self, matches: _Matches, index: int) -> _Matches:
+        """The matches after the token at `index`, from those before it."""
+        if self._ends_breaker(index):
+            return NO_MATCHES
+        if matches.reach + 1 < self._ngram_size:
+            return replace(NO_MATCHES, reach=matches.reach + 1)
+        places = self._places_of(int(self._keys[index]), self._window_start(index + 1), index)
+        self._lengths_at[matches.indices] = matches.lengths
+        lengths = self._lengths_at[places]
+        self._lengths_at[matches.indices] = 0
+        lengths = np.minimum(np.maximum(lengths + 1, self._ngram_size), MAX_REPEAT_LEN)
+        return _Matches(places + 1, lengths, matches.reach + 1)
+
+    def _places_of(self, key: int, start: int, end: int) -> Ids:
+        """The indices in [start, end) where an n-gram ends; `end` is not below the tail."""
+        low, high = np.searchsorted(self._sorted_keys, (key, key + 1))
+        places = self._sorted_indices[low:high]
+        if start > 0:
+            places = places[np.searchsorted(places, start) :]
+        tail = max(len(self._sorted_keys), start)
+        return np.concatenate((places, np.flatnonzero(self._keys[tail:end] == key) + tail))
 
     def _ends_breaker(self, index: int) -> bool:
         """Whether a breaker ends with the token at `index`."""
@@ -254,8 +324,30 @@ class SuffixRepeats:
             for sequence in self._breaker_sequences.get(token_id, ())
         )
 
-    def _ensure_capacity(self, size: int) -> None:
-        if size + 1 > len(self._ids):
-            added = 2 * (size + 1) - len(self._ids)
-            self._ids = np.concatenate((self._ids, np.zeros(added, np.int64)))
-            self._lengths = np.concatenate((self._lengths, np.zeros(added, np.int32)))
+    def _write(self, start: int, tokens: Sequence[int]) -> None:
+        """Put tokens at `start`, and the n-grams that they end."""
+        end = start + len(tokens)
+        if end >= len(self._ids):
+            added = 2 * (end + 1) - len(self._ids)
+            self._ids, self._keys = (
+                np.concatenate((old, np.zeros(added, np.int64))) for old in (self._ids, self._keys)
+            )
+            self._lengths_at = np.concatenate((self._lengths_at, np.zeros(added, np.int32)))
+        self._ids[start:end] = tokens
+        self._keys[start:end] = self._ids[start:end]
+        if self._ngram_size == 2:
+            first = max(start, 1)
+            self._keys[first:end] |= self._ids[first - 1 : end - 1] << 32
+            if start == 0:
+                self._keys[0] = -1  # no token before it
+
+    def _sort_until(self, end: int) -> None:
+        """Merge the n-grams up to `end` into the sorted ones."""
+        start = len(self._sorted_keys)
+        order = np.argsort(self._keys[start:end], kind="stable")
+        keys = self._keys[start:end][order]
+        slots = np.searchsorted(self._sorted_keys, keys, side="right")
+        self._sorted_keys = np.insert(self._sorted_keys, slots, keys)
+        self._sorted_indices = np.insert(self._sorted_indices, slots, order + start)
+        is_last = np.append(self._sorted_keys[1:] != self._sorted_keys[:-1], True)
+        self._last_indices = self._sorted_indices[is_last]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -26,7 +28,9 @@ from foreword.errors import (
     RequestFailed,
     Unsupported,
 )
+from foreword.workers import pool
 from tests.support.embedding_checkpoints import write_encoder
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share one process
 TEXTS = ["hello", "The quick brown fox jumps over the lazy dog.", "", "tokens of speculation " * 8]
@@ -174,6 +178,40 @@ async def test_decoder_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'llama' is not a supported encoder"):
         await client.start()
     assert not client.alive and client._process is None
+
+
+async def test_failed_start_is_repeated(
+    client: EncoderClient, local: LocalEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has no memory for a process at the first try."""
+    errors = [OSError(errno.ENOMEM, "no memory")]
+
+    def spawn(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return pool.spawn(*args, **options)
+
+    monkeypatch.setattr(client_module, "START_RETRY_S", 0.0)
+    monkeypatch.setattr(client_module, "spawn", spawn)
+    call = asyncio.ensure_future(client.encode([[5]]))
+    await asyncio.sleep(0)
+    os.kill(pid_of(client), signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        assert await call == local.encode([[5]])
+    assert not errors and client.readiness.is_ready
+
+
+async def test_internal_error_fails_open_and_later_calls(config: Config) -> None:
+    client = EncoderClient(config)
+    await client.start()
+    client._on_message = lambda message: 1 // 0  # type: ignore[assignment, method-assign]
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EngineDead):
+            await client.encode([[5]])
+        assert not client.alive
+        with pytest.raises(EngineDead):
+            await client.encode([[5]])
+        await client.close()
 
 
 async def test_restarts_end_after_too_many_crashes(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from foreword.core.outputs import StepOutput
 from foreword.core.request import RequestState
-from foreword.engine.fault_isolation import MAX_FAILED_STEPS, NONFINITE, FaultIsolation
+from foreword.engine.fault_isolation import MAX_FAILED_PASSES, NONFINITE, FailedPasses, FaultIsolation
 from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import InvalidRequest, RequestFailed
@@ -27,7 +27,7 @@ Pass = Callable[[Sequence[str]], Sequence[StepOutput]]
 class Steps:
     """A FaultIsolation around a pass over request names, with a log of its calls."""
 
-    def __init__(self, compute: Pass) -> None:
+    def __init__(self, compute: Pass, failed_passes: FailedPasses | None = None) -> None:
         self.passes: list[list[str]] = []
         self.reported: list[list[str]] = []
         self.faults: Counter[str] = Counter()
@@ -41,7 +41,9 @@ class Steps:
         def on_batch(requests: Sequence[ScheduledRequest]) -> None:
             self.reported.append([request.state.id for request in requests])
 
-        self.isolation = FaultIsolation(run_pass, StepOutput, on_batch, timer, self.faults)
+        self.isolation = FaultIsolation(
+            run_pass, StepOutput, on_batch, timer, self.faults, failed_passes or FailedPasses()
+        )
 
     def run(self, *names: str) -> list[str]:
         """The result of each request: "ok" or the class of its error."""
@@ -176,17 +178,29 @@ def test_dummy_request_is_run_when_all_requests_fail() -> None:
         Steps(lambda names: [StepOutput(error=RequestFailed("NaN"))] * len(names)).run("a")
 
 
-def test_engine_gives_up_after_failed_steps_in_a_row() -> None:
+def test_engine_gives_up_after_failed_passes_in_a_row() -> None:
     steps = Steps(breaking("bad"))
-    for _ in range(2 * MAX_FAILED_STEPS):
+    for _ in range(2 * MAX_FAILED_PASSES):
         steps.run("bad")
         if len(steps.passes) % 2:
             steps.run("good")
         steps.run("good")
-    for _ in range(MAX_FAILED_STEPS - 1):
+    for _ in range(MAX_FAILED_PASSES - 1):
         steps.run("bad")
-    with pytest.raises(RuntimeError, match=f"{MAX_FAILED_STEPS} steps"):
+    with pytest.raises(RuntimeError, match=f"{MAX_FAILED_PASSES} passes"):
         steps.run("bad")
+
+
+def test_success_of_one_kind_of_pass_excuses_failures_of_the_other() -> None:
+    failed_passes = FailedPasses()
+    streams, embeddings = (Steps(breaking("bad"), failed_passes) for _ in range(2))
+    for _ in range(2 * MAX_FAILED_PASSES):
+        assert streams.run("good") == ["ok"]
+        assert embeddings.run("bad") == ["RequestFailed"]
+    with pytest.raises(RuntimeError, match=f"{MAX_FAILED_PASSES} passes"):
+        for _ in range(MAX_FAILED_PASSES // 2):
+            streams.run("bad")
+            embeddings.run("bad")
 
 
 def test_caller_errors_are_not_counted_as_faults() -> None:
@@ -195,7 +209,7 @@ def test_caller_errors_are_not_counted_as_faults() -> None:
         return [StepOutput(error=errors.get(name)) for name in names]
 
     steps = Steps(compute)
-    for _ in range(2 * MAX_FAILED_STEPS):
+    for _ in range(2 * MAX_FAILED_PASSES):
         assert steps.run("asked") == ["InvalidRequest"]
     assert steps.run("a", "nan") == ["ok", "RequestFailed"]
     assert steps.faults == {NONFINITE: 1}

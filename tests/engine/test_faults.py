@@ -18,7 +18,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
-from foreword.engine.fault_isolation import MAX_FAILED_STEPS
+from foreword.engine.fault_isolation import MAX_FAILED_PASSES
 from foreword.engine.scheduler_trace import replay
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.make_client import make_engine_client
@@ -276,7 +276,7 @@ def test_fault_of_no_request_ends_the_engine(checkpoint: Path, fault: Fault) -> 
 def test_engine_survives_consecutive_failing_requests(checkpoint: Path) -> None:
     """Also without other requests, and if all choices fail in one step."""
     engine = engine_of(checkpoint)
-    names = [f"bad-{number}" for number in range(MAX_FAILED_STEPS - 1)]
+    names = [f"bad-{number}" for number in range(MAX_FAILED_PASSES - 1)]
     FaultInjector(engine, *(Fault("sample", "error", name) for name in names))
     for first, second in zip(names[::2], names[1::2], strict=False):
         events_by_id = run_requests(engine, [generation(first), generation(second)])
@@ -286,10 +286,23 @@ def test_engine_survives_consecutive_failing_requests(checkpoint: Path) -> None:
 def test_endless_failures_end_the_engine(checkpoint: Path) -> None:
     """The dummy request works, but every real one fails."""
     engine = engine_of(checkpoint)
-    FaultInjector(engine, *(Fault("sample", "error", str(number)) for number in range(MAX_FAILED_STEPS)))
+    FaultInjector(engine, *(Fault("sample", "error", str(number)) for number in range(MAX_FAILED_PASSES)))
     with pytest.raises(RuntimeError, match="all requests failed"):
-        for number in range(MAX_FAILED_STEPS):
+        for number in range(MAX_FAILED_PASSES):
             run_requests(engine, [generation(str(number))])
+
+
+def test_failing_embeddings_leave_streams_alone(checkpoint: Path) -> None:
+    """One embedding after another fails while a stream generates."""
+    engine = engine_of(checkpoint)
+    FaultInjector(engine, Fault("pool", "error", "bad"))
+    engine.submit(generation("stream", max_tokens=2 * MAX_FAILED_PASSES))
+    num_failed = 0
+    while not engine.idle:
+        if not any(state.is_pooling for state in engine.scheduler.states.values()):
+            engine.submit(Request("bad", LONG[:4], SamplingParams(), 0, (EOS,), pooling="last"))
+        num_failed += sum(isinstance(event, ErrorEvent) for event in engine.step().events)
+    assert num_failed >= MAX_FAILED_PASSES
 
 
 def test_leaked_block_ends_the_engine(checkpoint: Path) -> None:

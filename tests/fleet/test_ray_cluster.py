@@ -20,6 +20,7 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.cli.fleet import _node_config, _to_environment
 from foreword.config.options import Config
+from foreword.errors import ForewordError
 from foreword.fleet.replica_controller import Autoscaler
 from tests.support.processes import kill_tree
 from tests.support.streams import NUM_STREAMS, ask_all
@@ -121,6 +122,21 @@ def server_pid(url: str) -> int:
             if variable in (path / "environ").read_bytes().split(b"\0"):
                 pids.append(int(path.name))
     return min(pids)
+
+
+def test_dead_head_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller knows no exceptions of Ray, and skips its ticks meanwhile."""
+
+    def fail() -> None:
+        raise ray.exceptions.RaySystemError("GCS is gone")
+
+    cluster = RayCluster.__new__(RayCluster)
+    cluster._ray = ray
+    monkeypatch.setattr(ray, "nodes", fail)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", fail)
+    for call in (cluster.alive_nodes, lambda: cluster.nodes(Config())):
+        with pytest.raises(ForewordError, match="GCS is gone"):
+            call()
 
 
 def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> None:

@@ -29,6 +29,7 @@ class FakeCluster:
         self.ended: dict[str, str] = {}  # reason by URL
         self.plans = self.num_started = 0
         self.error: ConfigError | None = None
+        self.is_lost = False  # Ray's head has died
         self.builds: dict[str, str] = {}
 
     def nodes(self, config: Config) -> list[NodeFacts]:
@@ -47,6 +48,8 @@ class FakeCluster:
         ]
 
     def alive_nodes(self) -> set[str]:
+        if self.is_lost:
+            raise ConfigError("ray: no head")
         return self.alive
 
     def plan(self, node: NodeFacts, config: Config) -> tuple[Config, Needs]:
@@ -206,6 +209,28 @@ def test_next_controller_takes_over_the_servers(fleet: Fleet) -> None:
     assert fleet.cluster.num_started == 2
     fleet.controller.stop_all()
     assert set(fleet.router.stopped) == before and fleet.router.num_polls == 4
+
+
+def test_outage_of_the_cluster_is_logged_once_and_ends_no_server(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dict(fleet.router.states)
+    for outage in (1, 2):
+        fleet.cluster.is_lost = True
+        fleet.tick(50)
+        assert fleet.router.states == before and not fleet.router.stopped
+        assert caplog.text.count("the cluster does not answer: ray: no head") == outage
+        fleet.cluster.is_lost = False
+        fleet.tick(3)
+    assert fleet.cluster.num_started == 2
+
+
+def test_long_outage_ends_the_controller(fleet: Fleet) -> None:
+    """A new process connects to the cluster again."""
+    fleet.cluster.is_lost = True
+    with pytest.raises(RuntimeError, match="has not answered for 60 s"):  # no refusal of the configuration
+        fleet.tick(100)
+    assert not fleet.router.stopped
 
 
 def test_failed_start_waits_before_the_next(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

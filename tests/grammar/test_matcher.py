@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from itertools import takewhile
@@ -11,6 +12,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from torch import Tensor
 
 from foreword.core.batch import SampleRow
@@ -339,6 +341,26 @@ def test_outputs_that_fill_a_shared_lexer_get_their_own(
     lexers.clear()
     cost(texts, ";")
     assert len(texts) < len(lexers) <= 2 * len(texts)
+
+
+def test_cost_is_read_where_a_row_might_exceed_its_limit(
+    grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lexer that is nearly full is not read at each mask."""
+    costs: list[int] = []
+
+    def read_cost(lexer: Lexer, llg: LLMatcher) -> int:
+        costs.append(limits.MAX_LEXER_COST)
+        return costs[-1]
+
+    lexer = Lexer(begin_request(grammars, CASES["regex"])._lexer.prototype)
+    monkeypatch.setattr(Lexer, "read_cost", read_cost)
+    for _ in range(1000):
+        lexer.unread_s += 0.01 * limits.MAX_ROW_COST / limits.MAX_COST_PER_S
+        assert not lexer.is_full(lexer.prototype)
+    most = 1000 * 0.01 * limits.MAX_ROW_COST / (limits.MAX_ROW_COST - limits.MAX_LEXER_COST)
+    assert 0.8 * most < len(costs) <= most
+    assert "RUST_LIB_BACKTRACE" in os.environ, "a backtrace in each error makes reads slow"
 
 
 def test_full_slow_lexer_is_not_used_for_later_requests(
