@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -94,6 +94,11 @@ class _Syntax:
         markers = sorted(bound.token_ids.items())
         self.chars = {token_id: chr(FIRST_MARKER + i) for i, (_, token_id) in enumerate(markers)}
         self.spelling = {FIRST_MARKER + i: text for i, (text, _) in enumerate(markers)}
+        # Special tokens are no text of an answer, not even where their marker has no meaning.
+        self.visible = {
+            FIRST_MARKER + i: "" if token_id in bound.special_ids else text
+            for i, (text, token_id) in enumerate(markers)
+        }
 
         def encode(text: str) -> str:
             pieces = bound.pieces(text)
@@ -148,6 +153,8 @@ class ChatParser(CallReader):
         drops_space: bool | None = None,
     ) -> None:
         """
+        use          without any tool, or where content is constrained, a marker without a meaning is text.
+                     It is dropped where the prompt describes tools: models call even if they may not
         new_call_id  id of the call with this index, unless the model wrote one
         drops_space  of constrained content: whether whitespace before it is a separator, or a part of it;
                      None: content is free, and whitespace behind a marker is a separator
@@ -159,6 +166,8 @@ class ChatParser(CallReader):
         self.num_call_tokens = 0  # markers included
         self._syntax = syntax
         self.marker_ids: Collection[int] = syntax.chars.keys()
+        is_text = not use.tools or (drops_space is not None and not self.tools)
+        self._spelling: Mapping[int, str] = syntax.visible if is_text else dict.fromkeys(syntax.visible, "")
         self._new_call_id = new_call_id
         self._events: list[ChatEvent] = []
 
@@ -323,8 +332,8 @@ class ChatParser(CallReader):
             self._space.append(stop)  # text only if more text follows
         elif stop in syntax.closers and not is_token and not self._has_content and self.num_calls:
             pass
-        else:
-            self._pass_text(MARKER.sub("", stop))
+        elif stop not in syntax.content or not is_token:
+            self._pass_text(stop.translate(self._spelling))
 
     def _read_reasoning(self) -> Generator[None, None, None]:
         """Read reasoning, its opening marker excluded, up to its end or a call that ends it."""
@@ -343,7 +352,8 @@ class ChatParser(CallReader):
                 break
             if forms is None or not self.tools:
                 self.position += len(stop)
-                self._pass_text(MARKER.sub("", stop))
+                if not reasoning.begin.startswith(stop):  # prompt and model may both open the reasoning
+                    self._pass_text(stop.translate(self._spelling))
             elif (yield from self._read_section(forms)):
                 return
         self._region = _Region.CONTENT
