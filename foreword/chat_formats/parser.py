@@ -22,16 +22,19 @@ from foreword.chat_formats.events import (
     CallStart,
     ChatEvent,
     ContentText,
+    HeldSpace,
+    ParserEvent,
     ReasoningText,
     merge_events,
 )
 from foreword.chat_formats.parts.json import JSON_STRING, Unescape
 from foreword.chat_formats.parts.part import Part
-from foreword.chat_formats.stream_reader import MARKER, SPACES, WHITESPACE, CallReader, Stops, Wait
+from foreword.chat_formats.stream_reader import MARKER, WHITESPACE, CallReader, Stops, Wait
 from foreword.chat_formats.tools import ToolUse
 
 FIRST_MARKER: Final = 0xD800  # the character of the first marker token
 MAX_HEAD_CHARS: Final = 160  # longest start of a custom tool's arguments before its input
+NO_SPACE: Final = Stops(re.compile(f"[^{WHITESPACE}]"), re.compile(r"\Z"), 1)
 INPUT_BEGIN: Final = re.compile(r'\s{0,33}\{\s{0,33}"input"\s{0,33}:\s{0,33}"')
 
 
@@ -169,13 +172,14 @@ class ChatParser(CallReader):
         is_text = not use.tools or (drops_space is not None and not self.tools)
         self._spelling: Mapping[int, str] = syntax.visible if is_text else dict.fromkeys(syntax.visible, "")
         self._new_call_id = new_call_id
-        self._events: list[ChatEvent] = []
+        self._events: list[ParserEvent] = []
 
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
+        self._num_announced = 0  # pieces of it that the stop string search has seen
         self._has_separators = drops_space is not False
         self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
-        # Without calls, whitespace within content is sent at once: a stop string may end in it.
+        # Without calls, whitespace within content is sent at once.
         self._keeps_space = not self.tools and not syntax.content
         self._has_content = False  # since the last call or reasoning
         self._is_at_start = True  # no text since the begin or the reasoning
@@ -185,7 +189,7 @@ class ChatParser(CallReader):
         self._run = self._read_answer()
         next(self._run)
 
-    def feed(self, token_id: int, text: str) -> list[ChatEvent]:
+    def feed(self, token_id: int, text: str) -> list[ParserEvent]:
         """Read one token.
 
         token_id  negative: a text that no token has, which is not counted
@@ -208,7 +212,7 @@ class ChatParser(CallReader):
             self.num_reasoning_tokens += token_id >= 0
         return self._take_events()
 
-    def flush(self, ended_by_model: bool = False) -> list[ChatEvent]:
+    def flush(self, ended_by_model: bool = False) -> list[ParserEvent]:
         """Release the text that is held back, at the end of the answer.
 
         ended_by_model  a call that lacks nothing but closing markers is complete. Else the answer is cut:
@@ -221,14 +225,14 @@ class ChatParser(CallReader):
             if is_cut:
                 self.buffer = self.buffer[: self.position]
                 if not self._has_content:
-                    self._space.clear()
+                    self._clear_space()
             if is_cut and self._region is _Region.CALL:
                 self._run.close()
             for _ in self._run:
                 raise AssertionError("the parser waits for more than the answer")
         return self._take_events()
 
-    def _take_events(self) -> list[ChatEvent]:
+    def _take_events(self) -> list[ParserEvent]:
         events, self._events = self._events, []
         return events
 
@@ -247,6 +251,7 @@ class ChatParser(CallReader):
                 self._space.append(body)
                 body_and_space = "".join(self._space)
                 self._space.clear()
+                self._num_announced = 0
             else:
                 body_and_space = body
             if self._region is _Region.REASONING:
@@ -255,11 +260,28 @@ class ChatParser(CallReader):
                 self._has_content = True
                 self._events.append(ContentText(body_and_space))
         if len(body) < len(text):
-            self._space.append(text[len(body) :])
+            self._hold_space(text[len(body) :])
+
+    def _hold_space(self, text: str) -> None:
+        """Keep whitespace until text or a marker follows. A stop string may end in it.
+
+        Whitespace behind a call is not searched: it separates calls unless text follows.
+        """
+        is_searched = self._region is _Region.CONTENT and (self._has_content or not self.num_calls)
+        if is_searched and self._num_announced == len(self._space):
+            self._num_announced += 1
+            self._events.append(HeldSpace(text))
+        self._space.append(text)
+
+    def _clear_space(self) -> None:
+        if self._num_announced:
+            self._events.append(HeldSpace(""))
+        self._space.clear()
+        self._num_announced = 0
 
     def _drop_space(self) -> None:
         """A marker follows, or has been read: the whitespace beside it is no text."""
-        self._space.clear()
+        self._clear_space()
         self._drops_space = self._has_separators or self._region is not _Region.CONTENT
 
     def start_call(self) -> None:
@@ -270,7 +292,7 @@ class ChatParser(CallReader):
         self._used_ids.add(call_id)
         self._input = CustomInput() if self.tool.is_custom else None
         self._raw = None
-        self._space.clear()
+        self._clear_space()
         self._drops_space, self._has_content, self._is_at_start = False, False, True
         self.is_in_call = True
         self._events.append(CallStart(self.num_calls, call_id, self.tool.name))
@@ -297,7 +319,7 @@ class ChatParser(CallReader):
             yield from self._read_reasoning()
         while True:
             if self._is_at_start and self.tools and syntax.opening:
-                self._pass_text((yield from self.read_run(SPACES)))
+                yield from self.pass_until(NO_SPACE, self._pass_text)
                 self._is_at_start = False
                 if (yield from self._read_section(syntax.opening)):
                     continue
@@ -344,7 +366,7 @@ class ChatParser(CallReader):
         while True:
             stop = yield from self.pass_until(syntax.reasoning_stops, self._pass_text)
             if stop is None:
-                self._space.clear()
+                self._clear_space()
                 return
             forms = syntax.triggers.get(stop) if reasoning.ended_by_call else None
             if stop == reasoning.end:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foreword.chat_formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
+from foreword.chat_formats.events import (
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    HeldSpace,
+    ParserEvent,
+    merge_events,
+)
 from foreword.chat_formats.parser import ChatParser
 from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
@@ -69,7 +77,7 @@ class ChoiceOutput:
     """A growing answer; takes the engine's events in order until it is finished.
 
     Without a parser all text is content. Stop strings are searched in content alone, not in reasoning or in
-    calls, and none spans a call.
+    calls, and none spans a call. A stop string may end in whitespace that a marker would drop.
     """
 
     __slots__ = (
@@ -154,7 +162,9 @@ class ChoiceOutput:
             piece = "" if self._is_stop_token_hidden(event, i) else self._detokenizer.feed(token_id)
             self._length += len(piece)
             before = self._num_parsed_tokens()
-            parsed = (ContentText(piece),) if self.parser is None else self.parser.feed(token_id, piece)
+            parsed: Sequence[ParserEvent] = (ContentText(piece),)
+            if self.parser is not None:
+                parsed = self.parser.feed(token_id, piece)
             places.append((offset, before if before == self._num_parsed_tokens() else None))
             search = event.index + i >= self.request.params.min_tokens
             stop = self._release(parsed, _make_piece(event.draft, i), search, events)
@@ -167,13 +177,20 @@ class ChoiceOutput:
         return 0 if self.parser is None else self.parser.num_reasoning_tokens + self.parser.num_call_tokens
 
     def _release(
-        self, parsed: Iterable[ChatEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
+        self, parsed: Iterable[ParserEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
     ) -> str | None:
         """Append the text that the stop string search releases; returns the stop string that ends it.
 
         piece  of the token, without its text
         """
         for item in parsed:
+            if isinstance(item, HeldSpace):
+                space = self._stops.peek(item.text, search)
+                if not item.text:
+                    self._stops.drop_peeked()
+                if not space:
+                    continue
+                item = ContentText(space)
             if isinstance(item, ContentText):
                 self._pending.append(piece._replace(text=item.text))
                 text, stop = self._stops.feed(item.text, search)
@@ -203,7 +220,7 @@ class ChoiceOutput:
     def _flush(self, event: TokenEvent, events: list[ChatEvent]) -> str | None:
         """Append all held-back text; the stop string in it, if there is one."""
         rest = self._detokenizer.flush()
-        parsed: list[ChatEvent] = [ContentText(rest)]
+        parsed: list[ParserEvent] = [ContentText(rest)]
         if self.parser is not None:
             parsed = self.parser.feed(NO_TOKEN, rest) if rest else []
             parsed += self.parser.flush(ended_by_model=event.finish_reason == "stop")
