@@ -167,6 +167,9 @@ class ChatParser(CallReader):
         self.num_calls = 0  # started calls
         self.num_reasoning_tokens = 0  # markers included
         self.num_call_tokens = 0  # markers included
+        # Tokens that looked like a call and are content; they stand directly before the one that decided.
+        self.num_returned_tokens = 0
+        self._num_fed = 0  # tokens before the current one
         self._syntax = syntax
         self.marker_ids: Collection[int] = syntax.chars.keys()
         is_text = not use.tools or (drops_space is not None and not self.tools)
@@ -175,6 +178,7 @@ class ChatParser(CallReader):
         self._events: list[ParserEvent] = []
 
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
+        self._region_before = self._region  # of the text before the current token
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
         self._num_announced = 0  # pieces of it that the stop string search has seen
         self._has_separators = drops_space is not False
@@ -202,14 +206,17 @@ class ChatParser(CallReader):
             text = MARKER.sub("\ufffd", text)
         if char is not None:
             text = text.removesuffix(self._syntax.spelling[ord(char)]) + char
-        before = self._region
+        self._region_before = self._region
         if text:
             self.buffer += text
             next(self._run)
-        if before is _Region.CALL or self._region is _Region.CALL:
-            self.num_call_tokens += token_id >= 0
-        elif before is _Region.REASONING or self._region is _Region.REASONING:
-            self.num_reasoning_tokens += token_id >= 0
+        if token_id >= 0:
+            self._num_fed += 1
+            regions = self._region_before, self._region
+            if _Region.CALL in regions:
+                self.num_call_tokens += 1
+            elif _Region.REASONING in regions:
+                self.num_reasoning_tokens += 1
         return self._take_events()
 
     def flush(self, ended_by_model: bool = False) -> list[ParserEvent]:
@@ -231,6 +238,11 @@ class ChatParser(CallReader):
             for _ in self._run:
                 raise AssertionError("the parser waits for more than the answer")
         return self._take_events()
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the last tokens look like a call, and may yet be something else."""
+        return self._region is _Region.CALL and self._raw is not None
 
     def _take_events(self) -> list[ParserEvent]:
         events, self._events = self._events, []
@@ -386,7 +398,8 @@ class ChatParser(CallReader):
 
     def _read_section(self, forms: Sequence[ToolFormat]) -> Wait:
         """Read calls by the first form that fits. Else what none of them can be is text."""
-        region, num_read, num_call_tokens = self._region, 0, self.num_call_tokens
+        region, num_read, first = self._region, 0, self._num_fed
+        is_in_last = self._region_before is _Region.CALL
         self._region = _Region.CALL
         for form in forms:
             self._raw, self._mark = [], self.position
@@ -400,10 +413,25 @@ class ChatParser(CallReader):
             num_read = max(num_read, len(text))
             self.buffer = text + self.buffer[self.position :]
             self.position = 0
-        self._region, self.num_call_tokens = region, num_call_tokens
+        self._region = region
+        self._return_tokens(first, is_in_last)
         self.position = num_read
         self._fail(self.buffer[:num_read], is_error=not forms[0].opens_answer)
         return False
+
+    def _return_tokens(self, first: int, is_in_last: bool) -> None:
+        """Count the tokens from `first` up to the current one, excluded, for this region, not for calls.
+
+        is_in_last  the first token is of the call before
+        """
+        num_returned = max(self._num_fed - first - is_in_last, 0)
+        self.num_call_tokens -= num_returned
+        if self._region is _Region.REASONING:
+            self.num_reasoning_tokens += num_returned
+        else:
+            self.num_returned_tokens += num_returned
+        if self._num_fed > first:  # the current one begins behind the call before
+            self._region_before = self._region
 
     def _take_raw(self) -> str:
         """The text of a call that has not started."""
@@ -423,12 +451,12 @@ class ChatParser(CallReader):
         for part in form.begin:
             if isinstance(part, str) and not (yield from self.read_text(part)):
                 return False
-        is_first = True
+        is_first, first = True, 0
         while (yield from self._read_call(form)):
             is_first = False
             if self.is_in_call or (form.separator is None and not form.end):
                 return True
-            self._raw, self._mark = [], self.position
+            self._raw, self._mark, first = [], self.position, self._num_fed
             if (yield from self._read_any(form.end)):
                 return True
             if form.separator is None or not (yield from self.skip_space()):
@@ -438,6 +466,7 @@ class ChatParser(CallReader):
             self._region = _Region.CONTENT
             text = self._take_raw()
             if text.strip(WHITESPACE):
+                self._return_tokens(first, is_in_last=True)
                 self._fail(text)
             else:
                 self._space.append(text)

@@ -535,6 +535,28 @@ def test_tokens_are_counted_by_region() -> None:
     assert (parser.num_reasoning_tokens, parser.num_call_tokens, parser.num_calls) == (4, 4, 1)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("qwen3-coder", ["Write", " <function", "=", "foo", ">", " as", " usual", "."], (0, 0)),
+        (">qwen3-coder", ["Or", " <function", "=", "foo", ">", " as", " usual", "."], (8, 0)),
+        (">qwen3-coder", ["Or", "<function=", "foo", "></think>", "yes"], (4, 0)),
+        ("llama-json", ["{", '"city"', ":", '"Rome"', "}"], (0, 0)),
+        ("pythonic", ["[", "get", "()", ", ", "get_time", "()", "]", " ", "ok"], (0, 7)),
+        ("pythonic", ["[", "get", "()", ", ", "other", "()", "]"], (0, 3)),
+        ("qwen3-coder", ["a <function=b> <function=get", "></function> <function=", "c> d", "e"], (0, 2)),
+    ],
+)
+def test_tokens_of_a_text_like_a_call_count_for_its_region(
+    name: str, tokens: list[str], expected: tuple[int, int], is_cut: bool
+) -> None:
+    parser = ChatParser(_bound(name.lstrip(">"), is_spelled=True), USE, name.startswith(">"), str)
+    _feed(parser, *tokens)
+    parser.flush(ended_by_model=not is_cut)
+    assert (parser.num_reasoning_tokens, parser.num_call_tokens) == expected
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [

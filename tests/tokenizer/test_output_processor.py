@@ -313,6 +313,46 @@ def test_reasoning_tokens_are_tokens_of_the_answer(end: str) -> None:
             assert output.num_tokens == length and output.num_reasoning_tokens <= min(length, thought)
 
 
+@given(
+    BURSTS,
+    st.sampled_from(
+        [
+            ("qwen3-coder", "In Rust write <function=foo> as usual."),
+            ("qwen3-coder", "<think>I <function=foo></think>Write <function=f>"),
+            ("llama-json", ' {"city": "Rome", "days": 2}'),
+            ("llama-json", '{"name": "x", "parameters": {}} or {'),
+            ("pythonic", "[f(), h()] no"),
+            ("hermes", ANSWER),
+            ("hermes", f"A {CALL} B <tool_call>C</tool_call>{CALL}<tool_call>"),
+        ]
+    ),
+)
+@settings(max_examples=examples(100))
+def test_logprobs_of_content_do_not_depend_on_bursts(bursts: tuple[int, ...], case: tuple[str, str]) -> None:
+    """A text that looks like a call is content once the parser has decided so."""
+    name, text = case
+    bound = bind_format(FORMATS[name], TOKENIZER.token_to_id)
+    outputs, streamed = [], []
+    for sizes in ((1000,), bursts):
+        request = make_requests([1], SamplingParams(logprobs=0), TOKENIZER, "r", 4096)[0]
+        output = ChoiceOutput(TOKENIZER, request, ChatParser(bound, USE, False, str))
+        deltas = feed(output, text, sizes, "stop", EOS)
+        outputs.append(output)
+        streamed.append([token for delta in deltas for token in delta.content_logprobs])
+        assert streamed[-1] == [token for token in output.logprobs if token.content_group is not None]
+        assert [token.raw for token in output.logprobs] == [
+            token.raw for delta in deltas for token in delta.logprobs
+        ]
+    assert outputs[0].logprobs == outputs[1].logprobs and streamed[0] == streamed[1]
+    parser = outputs[0].parser
+    assert parser is not None
+    num_parsed = parser.num_reasoning_tokens + parser.num_call_tokens
+    assert len(streamed[0]) == outputs[0].num_tokens - num_parsed
+    if not parser.num_calls and not parser.num_reasoning_tokens:
+        assert len(streamed[0]) == outputs[0].num_tokens
+        assert {token.content_group for token in streamed[0]} == {0}
+
+
 def test_unfinished_call_is_no_reason_to_call() -> None:
     output = parsed_answer()
     feed(output, ANSWER[: ANSWER.index('"stop"')], (3,), "stop", END)
