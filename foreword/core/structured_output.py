@@ -173,6 +173,9 @@ class RequestGrammar(Protocol):
     def reset(self) -> None:
         """Rebuild from the committed output, after an interrupted step."""
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        """Whether the constraint applies behind output and draft, so that EOS ends its text."""
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         """Whether only a stop id may follow output and draft."""
 

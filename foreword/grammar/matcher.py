@@ -141,6 +141,9 @@ class Matcher:
         begin_id = self._scope.begin_id(state)
         return mask if begin_id is None or self.error is not None else mask | self._mask_of(begin_id)
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return self._scope.walk(draft)[2].is_open
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         begin, _, state = self._scope.walk(draft)
         if begin is None or self.error is not None or self._scope.forced_ids(state):

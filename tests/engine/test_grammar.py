@@ -55,6 +55,9 @@ class Alternating:
             words[token_id // 32] += 1 << token_id % 32
         return words.to(torch.int32)
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return True
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         return self._seen + len(draft) >= self._length
 
