@@ -48,6 +48,19 @@ ChatEvent = ReasoningText | ContentText | CallStart | CallArguments | CallEnd
 
 
 @dataclass(frozen=True, slots=True)
+class HeldSpace:
+    """More whitespace that the next text of the content begins with, for the search of stop strings.
+
+    Empty: a marker follows, and all whitespace since the last text is dropped.
+    """
+
+    text: str
+
+
+ParserEvent = ChatEvent | HeldSpace
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call of a tool, as the model wrote it."""
 
@@ -88,10 +101,12 @@ class AnswerContent:
         )
 
 
-def merge_events(events: Iterable[ChatEvent]) -> tuple[ChatEvent, ...]:
+def merge_events(events: Iterable[ParserEvent]) -> tuple[ChatEvent, ...]:
     """Events with neighbouring texts of one kind joined. Linear in the length of the texts."""
     runs: list[list[ChatEvent]] = []
     for event in events:
+        if isinstance(event, HeldSpace):
+            continue
         if runs and type(runs[-1][0]) is type(event) and not isinstance(event, CallStart | CallEnd):
             runs[-1].append(event)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -22,16 +22,19 @@ from foreword.chat_formats.events import (
     CallStart,
     ChatEvent,
     ContentText,
+    HeldSpace,
+    ParserEvent,
     ReasoningText,
     merge_events,
 )
 from foreword.chat_formats.parts.json import JSON_STRING, Unescape
 from foreword.chat_formats.parts.part import Part
-from foreword.chat_formats.stream_reader import MARKER, SPACES, WHITESPACE, CallReader, Stops, Wait
+from foreword.chat_formats.stream_reader import MARKER, WHITESPACE, CallReader, Stops, Wait
 from foreword.chat_formats.tools import ToolUse
 
 FIRST_MARKER: Final = 0xD800  # the character of the first marker token
 MAX_HEAD_CHARS: Final = 160  # longest start of a custom tool's arguments before its input
+NO_SPACE: Final = Stops(re.compile(f"[^{WHITESPACE}]"), re.compile(r"\Z"), 1)
 INPUT_BEGIN: Final = re.compile(r'\s{0,33}\{\s{0,33}"input"\s{0,33}:\s{0,33}"')
 
 
@@ -94,6 +97,11 @@ class _Syntax:
         markers = sorted(bound.token_ids.items())
         self.chars = {token_id: chr(FIRST_MARKER + i) for i, (_, token_id) in enumerate(markers)}
         self.spelling = {FIRST_MARKER + i: text for i, (text, _) in enumerate(markers)}
+        # Special tokens are no text of an answer, not even where their marker has no meaning.
+        self.visible = {
+            FIRST_MARKER + i: "" if token_id in bound.special_ids else text
+            for i, (text, token_id) in enumerate(markers)
+        }
 
         def encode(text: str) -> str:
             pieces = bound.pieces(text)
@@ -148,6 +156,8 @@ class ChatParser(CallReader):
         drops_space: bool | None = None,
     ) -> None:
         """
+        use          without any tool, or where content is constrained, a marker without a meaning is text.
+                     It is dropped where the prompt describes tools: models call even if they may not
         new_call_id  id of the call with this index, unless the model wrote one
         drops_space  of constrained content: whether whitespace before it is a separator, or a part of it;
                      None: content is free, and whitespace behind a marker is a separator
@@ -157,16 +167,23 @@ class ChatParser(CallReader):
         self.num_calls = 0  # started calls
         self.num_reasoning_tokens = 0  # markers included
         self.num_call_tokens = 0  # markers included
+        # Tokens that looked like a call and are content; they stand directly before the one that decided.
+        self.num_returned_tokens = 0
+        self._num_fed = 0  # tokens before the current one
         self._syntax = syntax
         self.marker_ids: Collection[int] = syntax.chars.keys()
+        is_text = not use.tools or (drops_space is not None and not self.tools)
+        self._spelling: Mapping[int, str] = syntax.visible if is_text else dict.fromkeys(syntax.visible, "")
         self._new_call_id = new_call_id
-        self._events: list[ChatEvent] = []
+        self._events: list[ParserEvent] = []
 
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
+        self._region_before = self._region  # of the text before the current token
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
+        self._num_announced = 0  # pieces of it that the stop string search has seen
         self._has_separators = drops_space is not False
         self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
-        # Without calls, whitespace within content is sent at once: a stop string may end in it.
+        # Without calls, whitespace within content is sent at once.
         self._keeps_space = not self.tools and not syntax.content
         self._has_content = False  # since the last call or reasoning
         self._is_at_start = True  # no text since the begin or the reasoning
@@ -176,7 +193,7 @@ class ChatParser(CallReader):
         self._run = self._read_answer()
         next(self._run)
 
-    def feed(self, token_id: int, text: str) -> list[ChatEvent]:
+    def feed(self, token_id: int, text: str) -> list[ParserEvent]:
         """Read one token.
 
         token_id  negative: a text that no token has, which is not counted
@@ -189,17 +206,20 @@ class ChatParser(CallReader):
             text = MARKER.sub("\ufffd", text)
         if char is not None:
             text = text.removesuffix(self._syntax.spelling[ord(char)]) + char
-        before = self._region
+        self._region_before = self._region
         if text:
             self.buffer += text
             next(self._run)
-        if before is _Region.CALL or self._region is _Region.CALL:
-            self.num_call_tokens += token_id >= 0
-        elif before is _Region.REASONING or self._region is _Region.REASONING:
-            self.num_reasoning_tokens += token_id >= 0
+        if token_id >= 0:
+            self._num_fed += 1
+            regions = self._region_before, self._region
+            if _Region.CALL in regions:
+                self.num_call_tokens += 1
+            elif _Region.REASONING in regions:
+                self.num_reasoning_tokens += 1
         return self._take_events()
 
-    def flush(self, ended_by_model: bool = False) -> list[ChatEvent]:
+    def flush(self, ended_by_model: bool = False) -> list[ParserEvent]:
         """Release the text that is held back, at the end of the answer.
 
         ended_by_model  a call that lacks nothing but closing markers is complete. Else the answer is cut:
@@ -212,14 +232,19 @@ class ChatParser(CallReader):
             if is_cut:
                 self.buffer = self.buffer[: self.position]
                 if not self._has_content:
-                    self._space.clear()
+                    self._clear_space()
             if is_cut and self._region is _Region.CALL:
                 self._run.close()
             for _ in self._run:
                 raise AssertionError("the parser waits for more than the answer")
         return self._take_events()
 
-    def _take_events(self) -> list[ChatEvent]:
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the last tokens look like a call, and may yet be something else."""
+        return self._region is _Region.CALL and self._raw is not None
+
+    def _take_events(self) -> list[ParserEvent]:
         events, self._events = self._events, []
         return events
 
@@ -238,6 +263,7 @@ class ChatParser(CallReader):
                 self._space.append(body)
                 body_and_space = "".join(self._space)
                 self._space.clear()
+                self._num_announced = 0
             else:
                 body_and_space = body
             if self._region is _Region.REASONING:
@@ -246,11 +272,28 @@ class ChatParser(CallReader):
                 self._has_content = True
                 self._events.append(ContentText(body_and_space))
         if len(body) < len(text):
-            self._space.append(text[len(body) :])
+            self._hold_space(text[len(body) :])
+
+    def _hold_space(self, text: str) -> None:
+        """Keep whitespace until text or a marker follows. A stop string may end in it.
+
+        Whitespace behind a call is not searched: it separates calls unless text follows.
+        """
+        is_searched = self._region is _Region.CONTENT and (self._has_content or not self.num_calls)
+        if is_searched and self._num_announced == len(self._space):
+            self._num_announced += 1
+            self._events.append(HeldSpace(text))
+        self._space.append(text)
+
+    def _clear_space(self) -> None:
+        if self._num_announced:
+            self._events.append(HeldSpace(""))
+        self._space.clear()
+        self._num_announced = 0
 
     def _drop_space(self) -> None:
         """A marker follows, or has been read: the whitespace beside it is no text."""
-        self._space.clear()
+        self._clear_space()
         self._drops_space = self._has_separators or self._region is not _Region.CONTENT
 
     def start_call(self) -> None:
@@ -261,7 +304,7 @@ class ChatParser(CallReader):
         self._used_ids.add(call_id)
         self._input = CustomInput() if self.tool.is_custom else None
         self._raw = None
-        self._space.clear()
+        self._clear_space()
         self._drops_space, self._has_content, self._is_at_start = False, False, True
         self.is_in_call = True
         self._events.append(CallStart(self.num_calls, call_id, self.tool.name))
@@ -288,7 +331,7 @@ class ChatParser(CallReader):
             yield from self._read_reasoning()
         while True:
             if self._is_at_start and self.tools and syntax.opening:
-                self._pass_text((yield from self.read_run(SPACES)))
+                yield from self.pass_until(NO_SPACE, self._pass_text)
                 self._is_at_start = False
                 if (yield from self._read_section(syntax.opening)):
                     continue
@@ -323,8 +366,8 @@ class ChatParser(CallReader):
             self._space.append(stop)  # text only if more text follows
         elif stop in syntax.closers and not is_token and not self._has_content and self.num_calls:
             pass
-        else:
-            self._pass_text(MARKER.sub("", stop))
+        elif stop not in syntax.content or not is_token:
+            self._pass_text(stop.translate(self._spelling))
 
     def _read_reasoning(self) -> Generator[None, None, None]:
         """Read reasoning, its opening marker excluded, up to its end or a call that ends it."""
@@ -335,7 +378,7 @@ class ChatParser(CallReader):
         while True:
             stop = yield from self.pass_until(syntax.reasoning_stops, self._pass_text)
             if stop is None:
-                self._space.clear()
+                self._clear_space()
                 return
             forms = syntax.triggers.get(stop) if reasoning.ended_by_call else None
             if stop == reasoning.end:
@@ -343,7 +386,8 @@ class ChatParser(CallReader):
                 break
             if forms is None or not self.tools:
                 self.position += len(stop)
-                self._pass_text(MARKER.sub("", stop))
+                if not reasoning.begin.startswith(stop):  # prompt and model may both open the reasoning
+                    self._pass_text(stop.translate(self._spelling))
             elif (yield from self._read_section(forms)):
                 return
         self._region = _Region.CONTENT
@@ -354,7 +398,8 @@ class ChatParser(CallReader):
 
     def _read_section(self, forms: Sequence[ToolFormat]) -> Wait:
         """Read calls by the first form that fits. Else what none of them can be is text."""
-        region, num_read, num_call_tokens = self._region, 0, self.num_call_tokens
+        region, num_read, first = self._region, 0, self._num_fed
+        is_in_last = self._region_before is _Region.CALL
         self._region = _Region.CALL
         for form in forms:
             self._raw, self._mark = [], self.position
@@ -368,10 +413,25 @@ class ChatParser(CallReader):
             num_read = max(num_read, len(text))
             self.buffer = text + self.buffer[self.position :]
             self.position = 0
-        self._region, self.num_call_tokens = region, num_call_tokens
+        self._region = region
+        self._return_tokens(first, is_in_last)
         self.position = num_read
         self._fail(self.buffer[:num_read], is_error=not forms[0].opens_answer)
         return False
+
+    def _return_tokens(self, first: int, is_in_last: bool) -> None:
+        """Count the tokens from `first` up to the current one, excluded, for this region, not for calls.
+
+        is_in_last  the first token is of the call before
+        """
+        num_returned = max(self._num_fed - first - is_in_last, 0)
+        self.num_call_tokens -= num_returned
+        if self._region is _Region.REASONING:
+            self.num_reasoning_tokens += num_returned
+        else:
+            self.num_returned_tokens += num_returned
+        if self._num_fed > first:  # the current one begins behind the call before
+            self._region_before = self._region
 
     def _take_raw(self) -> str:
         """The text of a call that has not started."""
@@ -391,12 +451,12 @@ class ChatParser(CallReader):
         for part in form.begin:
             if isinstance(part, str) and not (yield from self.read_text(part)):
                 return False
-        is_first = True
+        is_first, first = True, 0
         while (yield from self._read_call(form)):
             is_first = False
             if self.is_in_call or (form.separator is None and not form.end):
                 return True
-            self._raw, self._mark = [], self.position
+            self._raw, self._mark, first = [], self.position, self._num_fed
             if (yield from self._read_any(form.end)):
                 return True
             if form.separator is None or not (yield from self.skip_space()):
@@ -406,6 +466,7 @@ class ChatParser(CallReader):
             self._region = _Region.CONTENT
             text = self._take_raw()
             if text.strip(WHITESPACE):
+                self._return_tokens(first, is_in_last=True)
                 self._fail(text)
             else:
                 self._space.append(text)

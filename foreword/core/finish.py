@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,9 +134,12 @@ class FinishChecker:
         """Until a pattern was reported once."""
         return self._detector is not None
 
-    def check(self, run: Sequence[int], room: int) -> FinishResult:
+    def check(
+        self, run: Sequence[int], room: int, is_end: Callable[[Sequence[int], int], bool]
+    ) -> FinishResult:
         """The end of a run, at most `room` tokens after the output so far.
 
+        is_end  whether a stop id behind some tokens of the run ends the output
         The earliest token decides; at the same token, stop wins over length, and length over repetition.
         """
         detector = self._detector
@@ -146,7 +149,7 @@ class FinishChecker:
             and (detector is None or not detector.is_due(len(run)))
         ):
             return FinishResult(len(run))
-        end = self._check_stop(run, room)
+        end = self._check_stop(run, room, is_end)
         repetition = None if detector is None else detector.peek(run[: end.num_kept])
         if repetition is None:
             return end
@@ -160,8 +163,10 @@ class FinishChecker:
         if self._detector is not None and self._detector.feed(token_ids) is not None:
             self._detector = None
 
-    def _check_stop(self, run: Sequence[int], room: int) -> FinishResult:
+    def _check_stop(
+        self, run: Sequence[int], room: int, is_end: Callable[[Sequence[int], int], bool]
+    ) -> FinishResult:
         for index, token_id in enumerate(run[:room]):
-            if token_id in self._stop_ids:
+            if token_id in self._stop_ids and is_end(run[:index], token_id):
                 return FinishResult(index + 1, "stop", token_id)
         return FinishResult(room, "length") if len(run) >= room else FinishResult(len(run))

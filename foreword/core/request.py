@@ -175,6 +175,7 @@ class RequestState:
         self.pool_partials: Tensor | None = None  # partial sums of mean pooling (engine/pooler.py)
         self.mrope_positions = MRopePositions(request.images) if request.images else None
         self.counted_images: set[bytes] = set()  # digests that image statistics include
+        # Where text is free beside a grammar, check_finish() ignores EOS.
         eos = () if params.ignore_eos and grammar is None else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *params.stop_token_ids))
         on_runaway = None if self.is_pooling else params.on_runaway
@@ -206,7 +207,13 @@ class RequestState:
 
     def check_finish(self, run: Sequence[int]) -> FinishResult:
         """Where a run of new tokens ends the output, without changing the state."""
-        return self.finish_checker.check(run, self.max_len - len(self.tokens))
+        return self.finish_checker.check(run, self.max_len - len(self.tokens), self._is_end)
+
+    def _is_end(self, run: Sequence[int], stop_id: int) -> bool:
+        """Whether a stop id behind output and run ends the output: EOS does not where it is ignored."""
+        if self.grammar is None or not self.params.ignore_eos or stop_id in self.params.stop_token_ids:
+            return True
+        return self.grammar.is_open(run)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""

@@ -150,10 +150,10 @@ class RequestGrammar(Protocol):
     """The constraint on one request, positioned at the end of its committed output.
 
     It does not raise if the automaton exceeds a size limit: `error` gives the reason, and all ids are masked.
+    Behind a draft they are masked without an `error`, which comes once the draft's tokens are output.
     """
 
     error: str | None
-    draft_error: str | None  # error of a row of the last draft; it holds if that row's tokens become output
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance over committed output; tokens after the grammar's end are ignored."""
@@ -172,6 +172,9 @@ class RequestGrammar(Protocol):
 
     def reset(self) -> None:
         """Rebuild from the committed output, after an interrupted step."""
+
+    def is_open(self, draft: Sequence[int]) -> bool:
+        """Whether the constraint applies behind output and draft, so that EOS ends its text."""
 
     def must_end(self, draft: tuple[int, ...]) -> bool:
         """Whether only a stop id may follow output and draft."""

@@ -149,7 +149,7 @@ def _sampling_error(state: RequestState, token_id: int, num_output: int) -> Fore
     if token_id != ALL_MASKED:
         return RequestFailed("no token can be sampled: the logits are not finite")
     fields = masking_fields(state.request)
-    if state.grammar is not None and (reason := state.grammar.error or state.grammar.draft_error):
+    if state.grammar is not None and (reason := state.grammar.error):
         kind = GrammarFailed if num_output else Unsatisfiable  # only the first mask is known beforehand
         return kind(reason, fields[0])
     names = " and ".join(fields)

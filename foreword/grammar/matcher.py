@@ -48,7 +48,6 @@ class Matcher:
         "_stop_tokens",
         "_usual",
         "_vocab",
-        "draft_error",
         "error",
     )
 
@@ -56,7 +55,6 @@ class Matcher:
         self, request: Request, compiled: CompiledGrammar, vocab: GrammarVocab, executor: LLExecutor
     ) -> None:
         self.error: str | None = None
-        self.draft_error: str | None = None
         self._compiled = compiled
         self._lexer = compiled.lexer()
         self._llg = self._lexer.new_matcher()
@@ -143,6 +141,9 @@ class Matcher:
         begin_id = self._scope.begin_id(state)
         return mask if begin_id is None or self.error is not None else mask | self._mask_of(begin_id)
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return self._scope.walk(draft)[2].is_open
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         begin, _, state = self._scope.walk(draft)
         if begin is None or self.error is not None or self._scope.forced_ids(state):
@@ -211,7 +212,6 @@ class Matcher:
 
     def _store_masks(self, draft: tuple[int, ...], masks: Tensor) -> None:
         """Check and keep the masks after each prefix of the draft: int32 [len(draft) + 1, W]."""
-        self.draft_error = None
         if self.error is not None:
             masks.zero_()
         elif self._llg.is_error() or self._lexer.is_full(self._llg):
@@ -234,11 +234,9 @@ class Matcher:
             num_decided += 1
             if reason := self._decide(draft[:row], masks[row]):
                 if row:
-                    self.draft_error = reason
-                else:
-                    self.error = reason
-                    return
-                break
+                    break
+                self.error = reason
+                return
         # Each row that needs a lexer of its own takes its time: further drafts would multiply it.
         self._may_draft = self._may_draft and num_decided < 2
         self._rebuild()

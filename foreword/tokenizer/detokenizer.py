@@ -58,11 +58,14 @@ class StopStrings:
     character costs amortized constant time (Knuth, Morris and Pratt).
     """
 
-    __slots__ = ("_held", "_include", "_patterns")
+    __slots__ = ("_ahead", "_held", "_include", "_num_searched", "_patterns", "_peeked")
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         """include: the stop string stays in the text, so nothing is held back."""
         self._patterns = [_Pattern(*pattern) for pattern in _compile(stops)]
+        self._ahead = [_Pattern(*pattern) for pattern in _compile(stops)]  # behind what is peeked
+        self._peeked: list[str] = []
+        self._num_searched = 0  # characters of it
         self._include = include
         self._held = ""
 
@@ -73,18 +76,43 @@ class StopStrings:
         """
         if not self._patterns:
             return text, None
+        num_searched = len(self._held) + self._num_searched
+        self.drop_peeked()
         known = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             complete = [pattern.text for pattern in self._patterns if pattern.advance(char)]
-            if complete and search:
+            if complete and search and end > num_searched:
                 self._held = ""
                 return known[: end if self._include else end - len(complete[0])], complete[0]
         held = 0 if self._include else max(pattern.matched for pattern in self._patterns)
         self._held = known[len(known) - held :]
         return known[: len(known) - held], None
 
+    def peek(self, text: str, search: bool = True) -> str:
+        """Search text that is fed later or dropped.
+
+        Returns all of it, which must be fed now, if a stop string ends in it. Text that is fed later begins
+        with all that was peeked, unless `drop_peeked` comes before.
+        """
+        if not self._patterns:
+            return ""
+        if not self._peeked:
+            for ahead, pattern in zip(self._ahead, self._patterns, strict=True):
+                ahead.matched = pattern.matched
+        complete = [char for char in text for pattern in self._ahead if pattern.advance(char)]
+        self._peeked.append(text)
+        if complete and search:
+            return "".join(self._peeked)
+        self._num_searched += len(text)
+        return ""
+
+    def drop_peeked(self) -> None:
+        self._peeked.clear()
+        self._num_searched = 0
+
     def flush(self) -> str:
         """The held-back text, at the end of a stream; the next text begins another one."""
+        self.drop_peeked()
         held, self._held = self._held, ""
         for pattern in self._patterns:
             pattern.matched = 0

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from foreword.chat_formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
+from foreword.chat_formats.events import (
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    HeldSpace,
+    ParserEvent,
+    merge_events,
+)
 from foreword.chat_formats.parser import ChatParser
 from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
@@ -56,6 +64,8 @@ class OutputDelta:
     logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested
     pieces: tuple[TokenPiece, ...] = ()  # the texts of `events` by token
     events: tuple[ChatEvent, ...] = ()  # reasoning, content (which is `text`) and calls, in order
+    # Those of content, also of an earlier event: a text may look like a call for some tokens.
+    content_logprobs: tuple[TokenLogprobText, ...] = ()
 
     def pieces_by_event(self) -> Iterator[tuple[ChatEvent, tuple[TokenPiece, ...]]]:
         """Each event with its pieces."""
@@ -69,7 +79,7 @@ class ChoiceOutput:
     """A growing answer; takes the engine's events in order until it is finished.
 
     Without a parser all text is content. Stop strings are searched in content alone, not in reasoning or in
-    calls, and none spans a call.
+    calls, and none spans a call. A stop string may end in whitespace that a marker would drop.
     """
 
     __slots__ = (
@@ -78,8 +88,10 @@ class ChoiceOutput:
         "_length",
         "_num_open_calls",
         "_pending",
+        "_settled",
         "_stops",
         "_tokenizer",
+        "_undecided",
         "finish_reason",
         "logprobs",
         "num_cached",
@@ -106,6 +118,8 @@ class ChoiceOutput:
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._events: list[ChatEvent] = []
         self._num_open_calls = 0
+        self._undecided: list[TokenLogprobText] = []  # the last tokens, if they may be content or a call
+        self._settled: list[TokenLogprobText] = []  # those of them that this event shows to be content
         self._length = 0  # characters so far, including held-back ones
         self._pending: deque[TokenPiece] = deque()  # texts of events by token, also held-back ones
 
@@ -142,7 +156,7 @@ class ChoiceOutput:
             self.stop_reason = stop
         elif event.finish_reason is not None:
             self.stop_reason = event.stop_id if event.stop_id in self.request.params.stop_token_ids else None
-            if (last := self._flush(event, events)) is not None:
+            if (last := self._flush(event, places, events)) is not None:
                 event, self.stop_reason = event._replace(finish_reason="stop"), last
         return self._append(events, event, places, stop is not None)
 
@@ -153,9 +167,13 @@ class ChoiceOutput:
             offset = self._length
             piece = "" if self._is_stop_token_hidden(event, i) else self._detokenizer.feed(token_id)
             self._length += len(piece)
-            before = self._num_parsed_tokens()
-            parsed = (ContentText(piece),) if self.parser is None else self.parser.feed(token_id, piece)
-            places.append((offset, before if before == self._num_parsed_tokens() else None))
+            before, num_returned = self._num_parsed_tokens(), self._num_returned_tokens()
+            parsed: Sequence[ParserEvent] = (ContentText(piece),)
+            if self.parser is not None:
+                parsed = self.parser.feed(token_id, piece)
+            # Tokens of content between reasoning and calls have one number of parsed tokens before them.
+            group = self._settle(places, before, num_returned)
+            places.append((offset, group if group == self._num_parsed_tokens() else None))
             search = event.index + i >= self.request.params.min_tokens
             stop = self._release(parsed, _make_piece(event.draft, i), search, events)
             if stop is not None:
@@ -166,14 +184,45 @@ class ChoiceOutput:
         """Tokens of reasoning and calls so far."""
         return 0 if self.parser is None else self.parser.num_reasoning_tokens + self.parser.num_call_tokens
 
+    def _num_returned_tokens(self) -> int:
+        return 0 if self.parser is None else self.parser.num_returned_tokens
+
+    def _settle(self, places: list[Place], num_parsed: int, num_returned: int) -> int:
+        """Give the last tokens, which the parser has read as a call and returned to the content, their group.
+
+        places        of the event's tokens before this one
+        num_parsed    parsed tokens before this one was read
+        num_returned  returned tokens before it was read
+        Returns the group, which is that of this token too if it is content.
+        """
+        num_settled = self._num_returned_tokens() - num_returned
+        group = num_parsed - num_settled
+        num_here = min(num_settled, len(places))
+        for i in range(len(places) - num_here, len(places)):
+            places[i] = (places[i][0], group)
+        if num_earlier := num_settled - num_here:
+            settled = [replace(token, content_group=group) for token in self._undecided[-num_earlier:]]
+            self._settled += settled
+            self._undecided.clear()
+            num_kept = min(len(settled), len(self.logprobs))  # a stream has freed what it has sent
+            self.logprobs[len(self.logprobs) - num_kept :] = settled[len(settled) - num_kept :]
+        return group
+
     def _release(
-        self, parsed: Iterable[ChatEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
+        self, parsed: Iterable[ParserEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
     ) -> str | None:
         """Append the text that the stop string search releases; returns the stop string that ends it.
 
         piece  of the token, without its text
         """
         for item in parsed:
+            if isinstance(item, HeldSpace):
+                space = self._stops.peek(item.text, search)
+                if not item.text:
+                    self._stops.drop_peeked()
+                if not space:
+                    continue
+                item = ContentText(space)
             if isinstance(item, ContentText):
                 self._pending.append(piece._replace(text=item.text))
                 text, stop = self._stops.feed(item.text, search)
@@ -200,13 +249,15 @@ class ChoiceOutput:
         params = self.request.params
         return not (params.include_stop_str_in_output and event.stop_id in params.stop_token_ids)
 
-    def _flush(self, event: TokenEvent, events: list[ChatEvent]) -> str | None:
+    def _flush(self, event: TokenEvent, places: list[Place], events: list[ChatEvent]) -> str | None:
         """Append all held-back text; the stop string in it, if there is one."""
         rest = self._detokenizer.flush()
-        parsed: list[ChatEvent] = [ContentText(rest)]
+        before, num_returned = self._num_parsed_tokens(), self._num_returned_tokens()
+        parsed: list[ParserEvent] = [ContentText(rest)]
         if self.parser is not None:
             parsed = self.parser.feed(NO_TOKEN, rest) if rest else []
             parsed += self.parser.flush(ended_by_model=event.finish_reason == "stop")
+            self._settle(places, before, num_returned)
         search = event.index + len(event.token_ids) > self.request.params.min_tokens
         stop = self._release(parsed, UNDRAFTED, search, events)
         if stop is None and (held := self._stops.flush()):
@@ -219,6 +270,12 @@ class ChoiceOutput:
         logprobs = tuple(map(self._format_logprob, event.logprobs, places))
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(logprobs)
+        content_logprobs = (*self._settled, *(token for token in logprobs if token.content_group is not None))
+        self._settled.clear()
+        if self.parser is not None and self.parser.is_undecided:
+            self._undecided += logprobs
+        else:
+            self._undecided.clear()
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         self.num_cached = max(self.num_cached, event.num_cached)
         self.finish_reason = event.finish_reason
@@ -236,6 +293,7 @@ class ChoiceOutput:
             logprobs,
             _take_pieces(self._pending, num_chars),
             merged,
+            content_logprobs,
         )
 
     def _has_called(self) -> bool:

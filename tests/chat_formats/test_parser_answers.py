@@ -387,10 +387,37 @@ def test_answer(name: str, answer: str, reasoning: str, content: str, calls: lis
 
 def test_tools_that_may_not_be_called_are_not() -> None:
     """vllm#37081, #39588, #48940: the model calls although it may not; markers do not leak."""
-    for use in (NO_TOOLS, ToolUse(USE.tools, choice="none")):
-        assert collect(_parse("hermes", LEAK, use)) == (*LEAKED, [])
+    assert collect(_parse("hermes", LEAK, ToolUse(USE.tools, choice="none"))) == (*LEAKED, [])
     use = ToolUse(USE.tools, allowed=("get",))
     assert _parse("hermes", GET_TIME, use) == (ContentText('{"name": "get_time", "arguments": {}}'),)
+
+
+@pytest.mark.parametrize(
+    ("use", "drops_space", "is_text"),
+    [
+        (NO_TOOLS, None, True),
+        (NO_TOOLS, False, True),
+        (ToolUse(USE.tools, choice="none"), None, False),
+        (ToolUse(USE.tools, choice="none"), False, True),
+    ],
+)
+def test_markers_are_text_without_tools_and_in_constrained_content(
+    use: ToolUse, drops_space: bool | None, is_text: bool
+) -> None:
+    """A structural tag or a grammar may write them, and a user may ask about them."""
+    ids = _bound("hermes").token_ids
+    for special_ids in (frozenset[int](), frozenset({ids["<tool_call>"]})):
+        parser = ChatParser(_bound("hermes", special_ids), use, True, str, drops_space)
+        pieces = ["<think>", "Hm.", "</think>", "Hi ", "<tool_call>", '{"a": 1}', "</tool_call>"]
+        events = [event for piece in pieces for event in parser.feed(ids.get(piece, 1), piece)]
+        parsed = collect(merge_events([*events, *parser.flush(ended_by_model=True)]))
+        begin, end = "<tool_call>" if is_text and not special_ids else "", "</tool_call>" if is_text else ""
+        assert (parsed.reasoning, parsed.content) == ("Hm.", f'Hi {begin}{{"a": 1}}{end}')
+
+
+def test_content_markers_are_no_text() -> None:
+    bound = bind_format(FORMATS["granite"], {"<response>": 1000, "</response>": 1001}.get)
+    assert parse_message(bound, NO_TOOLS, "<response>a</response>") == (ContentText("a"),)
 
 
 def test_failures_are_counted() -> None:
@@ -506,6 +533,28 @@ def test_tokens_are_counted_by_region() -> None:
     _feed(parser, "a", "", "b", (1001, "</think>"), "c", "d", (1002, "<tool_call>"))
     _feed(parser, '{"name": "get", ', '"arguments": {}}', (1003, "</tool_call>"), " e")
     assert (parser.num_reasoning_tokens, parser.num_call_tokens, parser.num_calls) == (4, 4, 1)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("qwen3-coder", ["Write", " <function", "=", "foo", ">", " as", " usual", "."], (0, 0)),
+        (">qwen3-coder", ["Or", " <function", "=", "foo", ">", " as", " usual", "."], (8, 0)),
+        (">qwen3-coder", ["Or", "<function=", "foo", "></think>", "yes"], (4, 0)),
+        ("llama-json", ["{", '"city"', ":", '"Rome"', "}"], (0, 0)),
+        ("pythonic", ["[", "get", "()", ", ", "get_time", "()", "]", " ", "ok"], (0, 7)),
+        ("pythonic", ["[", "get", "()", ", ", "other", "()", "]"], (0, 3)),
+        ("qwen3-coder", ["a <function=b> <function=get", "></function> <function=", "c> d", "e"], (0, 2)),
+    ],
+)
+def test_tokens_of_a_text_like_a_call_count_for_its_region(
+    name: str, tokens: list[str], expected: tuple[int, int], is_cut: bool
+) -> None:
+    parser = ChatParser(_bound(name.lstrip(">"), is_spelled=True), USE, name.startswith(">"), str)
+    _feed(parser, *tokens)
+    parser.flush(ended_by_model=not is_cut)
+    assert (parser.num_reasoning_tokens, parser.num_call_tokens) == expected
 
 
 @pytest.mark.parametrize(

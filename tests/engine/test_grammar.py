@@ -55,6 +55,9 @@ class Alternating:
             words[token_id // 32] += 1 << token_id % 32
         return words.to(torch.int32)
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return True
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         return self._seen + len(draft) >= self._length
 
@@ -187,6 +190,21 @@ def test_mask_error_after_a_draft_fails_no_request(checkpoint: Path) -> None:
     events = run(engine)["a"]
     assert tokens_of(events) == [*range(30, 39), EOS]
     assert max(len(event.token_ids) for event in events if isinstance(event, TokenEvent)) == 2
+
+
+@pytest.mark.parametrize("speculate", ["off", "grammar"])
+def test_contradiction_is_no_failure_of_the_grammar(checkpoint: Path, speculate: str) -> None:
+    """The grammar has a mask at the output's end; it failed behind a draft alone."""
+    engine, manager = engine_with(
+        checkpoint, speculate=speculate, draft_length="fixed", num_speculative_tokens=4
+    )
+    engine.submit(make_request("a", structured=JSON, allowed_token_ids=(30, 31, 32)))
+    manager.futures["a"].set_result(FailingMask(9))
+    events = run(engine)["a"]
+    assert tokens_of(events) == [30, 31, 32]
+    last = events[-1]
+    assert isinstance(last, ErrorEvent) and last.error.status == 400
+    assert "contradict each other" in last.error.message and "first 3 tokens" in last.error.message
 
 
 def answer(

@@ -24,6 +24,7 @@ from foreword.grammar.tool_calls import ConstraintTask, may_follow_space
 from tests.support.budget import examples
 from tests.support.grammar_walks import legal_ids
 from tests.support.tool_walks import CALL, OTHER_CALL, TOOLS, ToolCases, mask_ids
+from tests.support.waiting import WAIT_S
 
 NO_ARGUMENTS = {"type": "object", "maxProperties": 0}
 SEEDS = st.integers(0, 2**32)
@@ -189,6 +190,41 @@ def test_llama_answer_is_free_once_it_is_no_call(cases: ToolCases) -> None:
     assert grammar.mask(()) is None
     grammar.accept(list(b" Hi {"))
     assert grammar.mask(()) is None and grammar.num_legal(case.encode('{"name": "now", 3')) == 17
+
+
+@settings(max_examples=examples(40))
+@given(data=st.data())
+def test_ignored_eos_ends_no_free_text(cases: ToolCases, data: st.DataObject) -> None:
+    """A constraint ends with its text; whatever was drafted, and in a resumed request."""
+    hermes, llama = cases.get("hermes"), cases.get("llama-json")
+    call, llama_call = hermes.written(CALL), llama.written(CALL)
+    budget, auto = ReasoningOptions(budget_tokens=2), ToolUse(TOOLS)
+    case, structured, texts, num_kept = data.draw(
+        st.sampled_from(
+            [
+                (hermes, hermes.constraint(auto), ("", "Hi ", "you"), None),
+                (hermes, hermes.constraint(auto), ("Hi", call, "."), 2),
+                (hermes, hermes.constraint(NO_TOOLS, budget), ("a", "<think>b</think>c", "d"), None),
+                (hermes, hermes.constraint(NO_TOOLS, budget, True), ("", "</think>c", "d"), None),
+                (llama, llama.constraint(auto), ("Hi", llama_call, "d"), None),
+                (llama, llama.constraint(auto), (llama_call, "a", "b"), 1),
+            ]
+        )
+    )
+    tokens = [token_id for text in texts for token_id in (*case.encode(text), case.eos)]
+    ends = list(itertools.accumulate(len(case.encode(text)) + 1 for text in texts))
+    expected = len(tokens) if num_kept is None else ends[num_kept - 1]
+    at = data.draw(st.integers(0, expected - 1))
+    request = case.request(structured, resume_output_ids=tuple(tokens[:at]))
+    request = replace(request, params=replace(request.params, ignore_eos=True))
+    state = RequestState(request, 0, 2048, case.grammars.compile(request).result(WAIT_S))
+    reason = None
+    while reason is None and at < len(tokens):
+        run = tokens[at : at + data.draw(st.integers(1, 40))]
+        kept, reason, _, _ = state.check_finish(run)
+        state.append(run[:kept])
+        at += kept
+    assert (at, reason) == (expected, None if num_kept is None else "stop")
 
 
 def test_marker_tokens_are_no_part_of_a_value(cases: ToolCases) -> None:

@@ -51,6 +51,9 @@ class EveryThirdGrammar:
             words[token_id // 32] += 1 << token_id % 32
         return words.to(torch.int32)
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return True
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         return self._num_output + len(draft) >= self._over
 

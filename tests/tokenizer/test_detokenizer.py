@@ -79,6 +79,36 @@ def test_stop_search_does_not_depend_on_chunks(stops: list[str], pieces: list[st
     assert (shown + matcher.flush(), stop) == expected("".join(pieces), stops, include)
 
 
+@given(
+    st.lists(WORDS, max_size=3),
+    st.lists(st.tuples(st.text(alphabet="abc", max_size=3), st.booleans(), st.booleans()), max_size=8),
+    st.booleans(),
+)
+def test_peeked_text_is_searched_when_it_comes(
+    stops: list[str], pieces: list[tuple[str, bool, bool]], include: bool
+) -> None:
+    """Whether it is fed later or dropped."""
+    matcher = StopStrings(tuple(stops), include)
+    text, peeked, shown, stop = "", "", "", None
+    for piece, is_peeked, is_dropped in pieces:
+        if is_peeked:
+            peeked += piece
+            released = matcher.peek(piece)
+            assert released in ("", peeked)
+        else:
+            if is_dropped:
+                matcher.drop_peeked()
+                peeked = ""
+            released = peeked + piece
+        if released or not is_peeked:
+            more, stop = matcher.feed(released)
+            shown, text, peeked = shown + more, text + released, ""
+        assert (stop is not None) == (expected(text + peeked, stops, include)[1] is not None)
+        if stop is not None:
+            break
+    assert (shown + matcher.flush(), stop) == expected(text, stops, include)
+
+
 @given(st.lists(WORDS, min_size=1, max_size=3), st.text(alphabet="abc", max_size=12))
 def test_only_prefixes_of_stop_strings_are_held_back(stops: list[str], text: str) -> None:
     if any(stop in text for stop in stops):

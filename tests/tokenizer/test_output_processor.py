@@ -193,12 +193,18 @@ ANSWER = (
 )
 
 
+STOPS = st.sampled_from([(), ("stop",), ("ll,", "Ä"), (" s", "st"), ("\n",), (" \n",), ("\n ", "\n\n")])
+
+
+CALL = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+
+
 def parsed_answer(**params: Any) -> ChoiceOutput:
     request = make_requests([1], SamplingParams(**params), TOKENIZER, "r", 4096)[0]
     return ChoiceOutput(TOKENIZER, request, ChatParser(FORMAT, USE, False, "call_{}".format))
 
 
-@given(BURSTS, st.sampled_from([(), ("stop",), ("ll,", "Ä"), (" s", "st")]), st.booleans())
+@given(BURSTS, STOPS, st.booleans())
 @settings(max_examples=examples(100))
 def test_events_do_not_depend_on_bursts(
     bursts: tuple[int, ...], stop: tuple[str, ...], include: bool
@@ -236,14 +242,63 @@ def test_stop_string_in_what_the_parser_held_back() -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == ("Hi <t", "stop", "ool")
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral-args", "llama-json"])
-def test_stop_string_of_newlines_ends_the_answer_at_its_token(name: str) -> None:
-    """Without tools whitespace is not held back: newlines without end would never stop the answer."""
-    request = make_requests([1], SamplingParams(stop=("\n\n",)), TOKENIZER, "r", 4096)[0]
-    parser = ChatParser(bind_format(FORMATS[name], TOKENIZER.token_to_id), ToolUse(), False, str)
-    output = ChoiceOutput(TOKENIZER, request, parser)
-    feed(output, "Hi\n\n\n\n\n\nyou")
-    assert (output.text, output.num_tokens, output.stop_reason) == ("Hi", 4, "\n\n")
+@pytest.mark.parametrize("use", [ToolUse(), USE], ids=["plain", "tools"])
+@pytest.mark.parametrize("name", ["hermes", "mistral-args", "llama-json", "granite"])
+def test_stop_string_of_newlines_ends_the_answer_at_its_token(name: str, use: ToolUse) -> None:
+    """Newlines without end would never stop the answer if their search waited for a text."""
+    for begin in ("Hi", ""):
+        request = make_requests([1], SamplingParams(stop=("\n\n",)), TOKENIZER, "r", 4096)[0]
+        parser = ChatParser(bind_format(FORMATS[name], TOKENIZER.token_to_id), use, False, str)
+        output = ChoiceOutput(TOKENIZER, request, parser)
+        feed(output, begin + "\n\n\n\n\n\nyou")
+        assert (output.text, output.num_tokens, output.stop_reason) == (begin, len(begin) + 2, "\n\n")
+
+
+@given(
+    st.text(alphabet="ab \n", max_size=12),
+    st.lists(st.text(alphabet="a \n", min_size=1, max_size=3), max_size=2),
+    BURSTS,
+    st.booleans(),
+    st.integers(0, 4),
+)
+@settings(max_examples=examples(150))
+def test_whitespace_is_searched_with_tools_as_without(
+    text: str, stops: list[str], bursts: tuple[int, ...], include: bool, min_tokens: int
+) -> None:
+    params = {"stop": tuple(stops), "include_stop_str_in_output": include, "min_tokens": min_tokens}
+    plain, parsed = answer(**params), parsed_answer(**params)
+    feed(plain, text, (1,), "stop", EOS)
+    deltas = feed(parsed, text, bursts, "stop", EOS)
+    assert (parsed.text, parsed.num_tokens, parsed.stop_reason) == (
+        plain.text,
+        plain.num_tokens,
+        plain.stop_reason,
+    )
+    assert "".join(piece.text for delta in deltas for piece in delta.pieces) == plain.text
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        (f"A\n\n{CALL}", "\n\n", ("A", 3, "\n\n")),
+        (f"A\n\n{CALL}\n\nB", "A\n\nB", ("A\n\nB", -1, None)),  # none spans a call
+        ("<think>\n\nA\n\n</think>\n\nB\n\nC", "\n\n", ("B", 25, "\n\n")),  # reasoning is not
+        ("A\n</think>\n\nB", "A\nB", ("A\n</think>\n\nB", -1, None)),
+    ],
+)
+def test_whitespace_before_markers_is_searched(
+    text: str, stop: str, expected: tuple[str, int, str | None]
+) -> None:
+    output = parsed_answer(stop=(stop,))
+    feed(output, text, (1,), "stop")
+    num_tokens = expected[1] if expected[1] >= 0 else len(text)
+    assert (output.text, output.num_tokens, output.stop_reason) == (expected[0], num_tokens, expected[2])
+
+
+def test_whitespace_between_calls_is_not_searched() -> None:
+    output = parsed_answer(stop=("\n",))
+    feed(output, ANSWER[ANSWER.index("<tool_call>") :], (3,), "stop", END)
+    assert output.parser is not None and output.parser.num_calls == 2 and output.stop_reason is None
 
 
 @pytest.mark.parametrize("end", ["length", "stop"])
@@ -256,6 +311,46 @@ def test_reasoning_tokens_are_tokens_of_the_answer(end: str) -> None:
             output = parsed_answer()
             feed(output, raw[:length], (burst,), end)
             assert output.num_tokens == length and output.num_reasoning_tokens <= min(length, thought)
+
+
+@given(
+    BURSTS,
+    st.sampled_from(
+        [
+            ("qwen3-coder", "In Rust write <function=foo> as usual."),
+            ("qwen3-coder", "<think>I <function=foo></think>Write <function=f>"),
+            ("llama-json", ' {"city": "Rome", "days": 2}'),
+            ("llama-json", '{"name": "x", "parameters": {}} or {'),
+            ("pythonic", "[f(), h()] no"),
+            ("hermes", ANSWER),
+            ("hermes", f"A {CALL} B <tool_call>C</tool_call>{CALL}<tool_call>"),
+        ]
+    ),
+)
+@settings(max_examples=examples(100))
+def test_logprobs_of_content_do_not_depend_on_bursts(bursts: tuple[int, ...], case: tuple[str, str]) -> None:
+    """A text that looks like a call is content once the parser has decided so."""
+    name, text = case
+    bound = bind_format(FORMATS[name], TOKENIZER.token_to_id)
+    outputs, streamed = [], []
+    for sizes in ((1000,), bursts):
+        request = make_requests([1], SamplingParams(logprobs=0), TOKENIZER, "r", 4096)[0]
+        output = ChoiceOutput(TOKENIZER, request, ChatParser(bound, USE, False, str))
+        deltas = feed(output, text, sizes, "stop", EOS)
+        outputs.append(output)
+        streamed.append([token for delta in deltas for token in delta.content_logprobs])
+        assert streamed[-1] == [token for token in output.logprobs if token.content_group is not None]
+        assert [token.raw for token in output.logprobs] == [
+            token.raw for delta in deltas for token in delta.logprobs
+        ]
+    assert outputs[0].logprobs == outputs[1].logprobs and streamed[0] == streamed[1]
+    parser = outputs[0].parser
+    assert parser is not None
+    num_parsed = parser.num_reasoning_tokens + parser.num_call_tokens
+    assert len(streamed[0]) == outputs[0].num_tokens - num_parsed
+    if not parser.num_calls and not parser.num_reasoning_tokens:
+        assert len(streamed[0]) == outputs[0].num_tokens
+        assert {token.content_group for token in streamed[0]} == {0}
 
 
 def test_unfinished_call_is_no_reason_to_call() -> None:

@@ -478,4 +478,5 @@ def _merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         tuple(token for delta in deltas for token in delta.logprobs),
         tuple(piece for delta in deltas for piece in delta.pieces),
         merge_events(event for delta in deltas for event in delta.events),
+        tuple(token for delta in deltas for token in delta.content_logprobs),
     )

@@ -40,6 +40,9 @@ class Rising:
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         return None
 
+    def is_open(self, draft: Sequence[int]) -> bool:
+        return True
+
     def must_end(self, draft: tuple[int, ...]) -> bool:
         return False
 

@@ -271,6 +271,8 @@ class MessagesWriter:
             limit = output.request.params.max_tokens
             hit_limit = limit is not None and output.num_tokens >= limit
             return ("max_tokens" if hit_limit else "model_context_window_exceeded"), None
+        if output.finish_reason == "repetition":  # cut like at a limit: the turn is not complete
+            return "max_tokens", None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
         return "end_turn", None

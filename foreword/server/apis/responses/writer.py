@@ -254,7 +254,7 @@ class ResponsesWriter:
             yield self._items.make_event(f"response.{name}", response=self._response("in_progress"))
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
-        return b"".join(self._items.feed(delta.events, delta.logprobs)) or None
+        return b"".join(self._items.feed(delta.events, delta.content_logprobs)) or None
 
     def is_slow(self, delta: OutputDelta | None) -> bool:
         if delta is None:

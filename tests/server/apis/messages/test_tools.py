@@ -64,6 +64,16 @@ def test_thinking_is_off_by_default_and_hidden_on_request(fake: RunningServer) -
     assert "It may rain." in fake.last_prompt(), "the signature has brought it back"
 
 
+@pytest.mark.parametrize("begin", ["", CALL[: CALL.index("Köln")]], ids=["text", "call"])
+def test_repetitive_answer_is_cut_like_at_a_limit(fake: RunningServer, begin: str) -> None:
+    """An agent that reads end_turn takes half a call for a whole one."""
+    fake.set_output(FakeOutput(begin + "so on " * 200, (5,)))
+    fields: dict[str, Any] = {"tools": TOOLS, "on_runaway": "stop", "max_tokens": 999}
+    message = ask(fake, **fields)
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens < 400
+    assert stream(fake, **fields)[1].stop_reason == "max_tokens"
+
+
 def test_count_tokens_counts_tools(fake: RunningServer) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "messages": USER, "system": "Rules"}
     usage = ask(fake, **fields).usage

@@ -125,6 +125,18 @@ def test_stream_equals_the_whole_answer(fake: RunningServer, bursts: tuple[int, 
     assert {len(entry["top_logprobs"]) for entry in message["content"][0]["logprobs"]} == {2}
 
 
+@pytest.mark.parametrize("bursts", BURSTS)
+def test_logprobs_of_a_text_that_begins_like_a_call(fake: RunningServer, bursts: tuple[int, ...]) -> None:
+    text = "Write <tool_call> as usual."
+    fake.set_output(FakeOutput(text, bursts))
+    body: dict[str, Any] = {"input": "Hi", "tools": [FUNCTION], "include": ["message.output_text.logprobs"]}
+    whole = create(fake, **body)
+    _, streamed = read_stream(fake.http, **body)
+    assert without_ids(streamed) == without_ids(whole)
+    (part,) = whole["output"][0]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode() == part["text"] == text
+
+
 def test_stream_through_the_client(fake: RunningServer) -> None:
     fake.set_output(FakeOutput(f"I ask.\n{CALL_TEXT}", (3,)))
     with fake.openai.responses.stream(model=MODEL, input="Hi", tools=[FUNCTION]) as stream:  # type: ignore[list-item]
