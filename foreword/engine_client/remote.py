@@ -355,9 +355,9 @@ class _Session:
             queue_deadline_s=None if queue_deadline_s is None else queue_deadline_s + offset_s,
             deadline_s=None if deadline_s is None else deadline_s + offset_s,
         )
+        self.send(SessionMessage(request=remote), number)  # it may raise: then the request is not open
         self._open[number] = request, on_event
         self._numbers[request.id] = number
-        self.send(SessionMessage(request=remote), number)
 
     def remove(self, request_id: str, num_tokens: int | None) -> None:
         """End a request, if it is open."""

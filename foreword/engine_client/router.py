@@ -24,7 +24,7 @@ from foreword.engine_client.crash_policy import CrashSuspects, crash_error
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.replica import RoutedRequest, RouterReplica, RoutingPolicy
 from foreword.engine_client.replica_set import ReplicaSet
-from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
+from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica, RequestFailed
 from foreword.kv_cache.prefix_cache import extend_hashes
 from foreword.planning.resolve import EngineInfo
 
@@ -66,7 +66,7 @@ class EngineRouter:
         self._reload_lock = asyncio.Lock()
         self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_error_logged = False  # an error of a callback
+        self._failed_callbacks: set[str] = set()  # names of functions whose error is logged
         for each in replicas:
             self._add_replica(each)
 
@@ -139,13 +139,13 @@ class EngineRouter:
                     skipped.append(f"replica {name} is not reloaded: {readiness.detail}")
                     continue
                 prefix = f"replica {name}: " if name else ""
-                if name:
-                    yield f"{prefix}moving {len(replica.requests)} streams"
-                    self._drain(replica)
-                else:
-                    for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
-                        replica.requests[sent_id].has_run = True  # no queue deadline any more
                 try:
+                    if name:
+                        yield f"{prefix}moving {len(replica.requests)} streams"
+                        self._drain(replica)
+                    else:
+                        for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
+                            replica.requests[sent_id].has_run = True  # no queue deadline any more
                     async for text in replica.client.reload():
                         yield f"{prefix}{text}"
                 finally:
@@ -222,13 +222,25 @@ class EngineRouter:
             self._place(routed)
 
     def _place(self, routed: RoutedRequest) -> None:
-        """Send the request to a replica; without one it waits."""
-        while (replica := self._choose(routed)) is not None:
+        """Send the request to a replica; without one it waits. Another error fails this request alone."""
+        while True:
             try:
+                if (replica := self._choose(routed)) is None:
+                    break
                 self._send(routed, replica)
             except EngineDead:  # its client noticed first
                 self._leave(routed)
                 continue
+            except Exception:
+                logger.exception("client: request %s could not be sent", routed.id)
+                self._waiting.pop(routed.id, None)
+                if (replica := routed.replica) is not None:
+                    self._leave(routed)
+                    replica.client.remove(routed.sent_id)
+                # Callers of listen() expect no event before it returns.
+                error = RequestFailed("the request could not be sent to the engine")
+                asyncio.get_running_loop().call_soon(self._fail, routed, error)
+                return
             self._waiting.pop(routed.id, None)
             routed.waits_since_s = None
             return
@@ -309,13 +321,13 @@ class EngineRouter:
         replica.made_progress = True
         if routed.num_prompt:
             self._on_prompt_done(routed, replica)
-        if is_last(new):
+        if makes_room := is_last(new):
             self._end(routed)
-            if self._waiting:
-                self._place_waiting()
-        elif self._clear_suspect(routed) and self._waiting:
-            self._place_waiting()
+        else:
+            makes_room = self._clear_suspect(routed)
         self._call(routed.on_event, new)
+        if makes_room:
+            self._place_waiting()
 
     def _on_crash(self, replica: RouterReplica, sent_ids: Collection[str]) -> bool:
         """Find out who is to blame; the requests of the replica leave it next."""
@@ -391,23 +403,25 @@ class EngineRouter:
             self._fail(routed, EngineDead(message))
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
-        """An error of a callback loses no event and ends no connection; the first is logged."""
+        """An error of a callback loses no event and ends no connection; each one's first is logged."""
         try:
             callback(*args)
         except Exception:
-            if not self._is_error_logged:
-                logger.exception("client: a callback failed; later failures are not logged")
-            self._is_error_logged = True
+            function = callback.func if isinstance(callback, partial) else callback
+            name = getattr(function, "__qualname__", type(function).__name__)
+            if name not in self._failed_callbacks:
+                logger.exception("client: %s failed; its later failures are not logged", name)
+            self._failed_callbacks.add(name)
 
     # Health
 
     async def _tick(self) -> None:
         """Check replicas and deadlines."""
         while self.alive:
-            self._end_if_dead()
-            self._expire(time.monotonic())
-            self._check_replicas()
-            self._place_waiting()
+            self._call(self._end_if_dead)
+            self._call(self._expire, time.monotonic())
+            self._call(self._check_replicas)
+            self._call(self._place_waiting)
             await asyncio.sleep(TICK_S)
 
     def _check_replicas(self) -> None:

@@ -352,6 +352,14 @@ async def test_server_of_another_build_is_refused(
             pass
 
 
+async def test_request_that_is_no_json_is_not_open(node: RunningServer) -> None:
+    async with connected(node.url) as client:
+        with pytest.raises(ValueError, match="surrogate"):
+            client.listen(make_request(adapter_name="\ud800"), lambda event: None)
+        assert not client.running_ids()
+        assert len(await collect(client, make_request())) == len("Hello world") + 1
+
+
 async def test_message_that_is_too_large_fails_its_request_alone() -> None:
     with run_server(Config(engine_key=KEY, max_body_mb=1)) as node:
         async with connected(node.url) as client:

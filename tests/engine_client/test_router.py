@@ -17,6 +17,7 @@ from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepStats, Tok
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
+from foreword.engine_client import router
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
 from foreword.engine_client.crash_policy import CRASHES_TO_REFUSE, CRASHES_TO_SUSPECT
 from foreword.engine_client.replica import RouterReplica
@@ -531,6 +532,70 @@ async def test_failing_callbacks_lose_no_event() -> None:
     engine.recover()
     engine.step("2~1", LENGTH)
     assert isinstance(caller.last, TokenEvent) and len(caller.token_ids) == LENGTH
+    await client.close()
+
+
+class RefusingEngine(ScriptedEngine):
+    """Its client cannot send one request."""
+
+    refused = "1"
+
+    def listen(self, request: Request, on_event: Callable[[Event], None]) -> None:
+        if request.id.partition("~")[0] == self.refused:
+            raise ValueError("not serializable")
+        super().listen(request, on_event)
+
+
+async def test_request_that_cannot_be_sent_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It waits first: the end of another request and a drain go on beside its failure."""
+    engines = [RefusingEngine(), RefusingEngine()]
+    client = EngineRouter([RouterReplica(str(index), engine) for index, engine in enumerate(engines)])
+    await client.start()
+    for engine in engines:
+        engine.crash()
+    caller, others = listen(client, "1"), [listen(client, "2"), listen(client, "3")]
+    engines[0].recover()
+    assert set(engines[0].requests) == {"2", "3"} and not client._waiting
+    engines[0].step("2", LENGTH)
+    await wait_until_async(lambda: caller.is_ended)
+    assert isinstance(error_of(caller), RequestFailed) and "request 1 could not be sent" in caplog.text
+    late = listen(client, "1")
+    assert not late.is_ended, "no event comes before listen() returns"
+    engines[1].recover()
+    await client.drain("0")
+    assert list(engines[1].requests) == ["3~1"] and list(client._replicas.members) == ["1"]
+    engines[1].step("3~1", LENGTH)
+    await wait_until_async(lambda: late.is_ended)
+    assert all(isinstance(other.last, TokenEvent) and other.is_ended for other in others)
+    assert not client._requests and not any(replica.requests for replica in client._replicas)
+    await client.close()
+
+
+async def test_last_event_comes_before_waiting_requests_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (engine,) = await start(1)
+    caller = listen(client, "1")
+    ended: list[bool] = []
+    monkeypatch.setattr(client, "_place_waiting", lambda: ended.append(caller.is_ended))
+    engine.step("1", LENGTH)
+    assert ended == [True]
+    await client.close()
+
+
+async def test_tick_goes_on_after_a_failing_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, (engine,) = await start(1)
+
+    def check_replicas() -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(router, "TICK_S", 0.0)
+    monkeypatch.setattr(client, "_check_replicas", check_replicas)
+    engine.crash()
+    listen(client, "1")
+    engine.status = "ok"
+    await wait_until_async(lambda: "1" in engine.requests)
+    assert caplog.text.count("check_replicas failed") == 1
     await client.close()
 
 
