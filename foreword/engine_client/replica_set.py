@@ -13,6 +13,7 @@ from typing import Final
 from foreword.config.lora import AdapterInfo
 from foreword.core.outputs import StepStats
 from foreword.core.readiness import Readiness, ReplicaState
+from foreword.core.request import Request
 from foreword.engine_client.base import ReplicaClient
 from foreword.engine_client.replica import (
     ReplicaLoad,
@@ -126,17 +127,20 @@ class ReplicaSet:
 
     # Choice
 
-    def choose(self, routed: RoutedRequest, excluded: RouterReplica | None) -> RouterReplica | None:
-        """The replica for a request; None if it has to wait."""
-        request = routed.request
-        replicas = [
-            each
-            for each in self
-            if each.is_ready
-            and each is not excluded
-            and (request.adapter in each.adapters or request.adapter not in self.adapters)
-        ]
-        if routed.has_run:
+    def ready_for(self, request: Request) -> list[RouterReplica]:
+        """The ready replicas with the request's adapter; all ready ones if it is unknown: they refuse it."""
+        adapter = request.adapter if request.adapter in self.adapters else ""
+        return [each for each in self if each.is_ready and (not adapter or adapter in each.adapters)]
+
+    def choose(
+        self, routed: RoutedRequest, excluded: RouterReplica | None, needs_room: bool
+    ) -> RouterReplica | None:
+        """The replica for a request; None if it has to wait.
+
+        needs_room  wait for a free batch slot while a replica restarts
+        """
+        replicas = [each for each in self.ready_for(routed.request) if each is not excluded]
+        if needs_room:
             replicas = self._with_room(replicas)
         if len(replicas) < 2:
             return replicas[0] if replicas else None
@@ -150,7 +154,7 @@ class ReplicaSet:
             )
             for each in replicas
         ]
-        tenant = request.cache_salt
+        tenant = routed.request.cache_salt
         chosen = self.members[self.policy(candidates, self._last_ids.get(tenant) if tenant else None)]
         self._num_choices += 1
         chosen.chosen_at = self._num_choices

@@ -45,7 +45,8 @@ class EngineRouter:
         is_open_ended: bool = False,
         max_model_len: int | None = None,
     ) -> None:
-        """timeout_s    limits the time that a request waits for one of several replicas
+        """timeout_s    limits the time that a request waits while none of several replicas is ready, and
+                      the time that one that ran waits for room in a ready replica
         fork_server    starts local engines; close() closes it
         is_open_ended  others may be added when all are gone
         max_model_len  the context. None: that of the local replicas; without one, all must have the same
@@ -244,13 +245,18 @@ class EngineRouter:
             self._waiting.pop(routed.id, None)
             routed.waits_since_s = None
             return
+        now_s = time.monotonic()
         if routed.waits_since_s is None:
-            routed.waits_since_s = time.monotonic()
+            routed.waits_since_s = now_s
             self._waiting[routed.id] = routed
+        if self._replicas.ready_for(routed.request):  # it waits for room, or for the end of suspects
+            routed.last_ready_s = now_s
 
     def _choose(self, routed: RoutedRequest) -> RouterReplica | None:
         if routed.id not in self._suspects:
-            return self._replicas.choose(routed, self._quarantine)
+            since_s = routed.waits_since_s
+            is_patient = since_s is None or time.monotonic() - since_s < self._timeout_s
+            return self._replicas.choose(routed, self._quarantine, routed.has_run and is_patient)
         is_next, home = self._suspects.quarantined == routed.id, self._quarantine
         return home if is_next and home is not None and home.is_ready else None
 
@@ -449,10 +455,16 @@ class EngineRouter:
                 self._check_deadline(routed, now_s, is_ready or sent_id in running)
         for routed in list(self._waiting.values()):
             self._check_deadline(routed, now_s, is_running=False)
-            since_s = routed.waits_since_s
-            if self._replicas.only is None and since_s is not None and now_s - since_s >= self._timeout_s:
-                states = "; ".join(f"replica {each.id} is {each.status}" for each in self.replica_states())
-                self._fail(routed, NoReplica(f"no replica was ready within {self._timeout_s:g} s: {states}"))
+            self._check_wait(routed, now_s)
+
+    def _check_wait(self, routed: RoutedRequest, now_s: float) -> None:
+        """End a waiting request if none of several replicas could take it for `timeout_s`."""
+        since_s = max(routed.waits_since_s or 0.0, routed.last_ready_s)
+        is_late = self._replicas.only is None and now_s - since_s >= self._timeout_s
+        if is_late and not self._replicas.ready_for(routed.request):
+            states = "; ".join(f"replica {each.id} is {each.status}" for each in self.replica_states())
+            name = "replica with its adapter" if routed.request.adapter else "replica"
+            self._fail(routed, NoReplica(f"no {name} was ready within {self._timeout_s:g} s: {states}"))
 
     def _check_deadline(self, routed: RoutedRequest, now_s: float, is_running: bool) -> None:
         error = check_deadline(routed.request, now_s, is_running or routed.has_started)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -438,6 +439,50 @@ async def test_requests_wait_for_one_of_several_engines_for_a_time() -> None:
     await wait_until_async(lambda: caller.is_ended)
     error = error_of(caller)
     assert isinstance(error, NoReplica) and "replica 0 is unresponsive" in error.message
+    await client.close()
+
+
+async def test_wait_for_room_ends_in_the_queue_of_a_full_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with an error: a replica is ready all the time."""
+    client, engines = await start(2)
+    assert client.info is not None
+    limit = client.info.resolved.max_num_seqs
+    callers = [listen(client, str(number)) for number in range(2 * limit)]
+    engines[0].crash(list(engines[0].requests))
+    late_s = time.monotonic() + 61
+    client._expire(late_s)
+    client._place_waiting()
+    assert len(client._waiting) == limit and not any(caller.is_ended for caller in callers)
+    monkeypatch.setattr(router, "time", SimpleNamespace(monotonic=lambda: late_s))
+    client._place_waiting()
+    assert not client._waiting and len(engines[1].requests) == 2 * limit
+    await client.close()
+
+
+async def test_suspects_that_wait_for_their_turn_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the time without a ready replica counts, though the first suspect crashes it at once."""
+    client, engines = await start(2)
+    now_s = time.monotonic()
+    monkeypatch.setattr(router, "time", SimpleNamespace(monotonic=lambda: now_s))
+    engines[1].crash()
+    callers = [listen(client, str(number)) for number in range(3)]
+    for _ in range(CRASHES_TO_SUSPECT):
+        engines[0].crash(list(engines[0].requests))
+        engines[0].recover()
+    assert len(engines[0].requests) == 1 and len(client._waiting) == 2
+    now_s += 100
+    client._expire(now_s)
+    for _ in range(CRASHES_TO_REFUSE):
+        client._place_waiting()
+        engines[0].crash(list(engines[0].requests))
+        now_s += 40
+        client._expire(now_s)
+        engines[0].recover()
+    assert [caller.is_ended for caller in callers] == [True, False, False]
+    engines[0].crash(list(engines[0].requests))
+    now_s += 61
+    client._expire(now_s)
+    assert all(isinstance(error_of(caller), NoReplica) for caller in callers[1:])
     await client.close()
 
 
