@@ -397,7 +397,7 @@ class ProcessClient:
             if ready.info.fingerprint != self.info.fingerprint:
                 logger.error("client: model or machine changed: tokens would differ, giving up")
                 return None
-            self.info = replace(self.info, kv_files=ready.info.kv_files)
+            self.info = replace(self.info, kv_files=ready.info.kv_files, adapters=ready.info.adapters)
             return self._session
 
     async def _answers_probe(self, session: ProcessSession) -> bool:

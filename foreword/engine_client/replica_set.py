@@ -93,7 +93,8 @@ class ReplicaSet:
     async def admit(self, replica: RouterReplica) -> None:
         """Give a ready replica the adapters it lacks, and requests if it samples the same tokens.
 
-        The first one decides what the others must have.
+        The first one decides what the others must have. Requests of an adapter that it cannot load go
+        to the others.
         """
         info = replica.client.info
         assert info is not None, "a started engine has info"
@@ -110,16 +111,19 @@ class ReplicaSet:
                 try:
                     loaded = await replica.client.load_adapter(adapter.path)
                 except ForewordError as error:
-                    replica.problem = f"it cannot load the adapter {adapter.path}: {error.message}"
+                    logger.error("replica %s has no adapter %s: %s", replica.id, adapter.path, error.message)
                 else:
                     replica.adapters.add(loaded.digest)
         if replica.problem:
             logger.error("replica %s gets no requests: %s", replica.id, replica.problem)
 
     def on_restarted(self, replica: RouterReplica) -> None:
-        """A local engine was replaced: files of weights with other times have another folder of KV blocks."""
+        """An engine was replaced: it may lack adapters, and have another folder of KV blocks."""
         info = replica.client.info
         if self.info is None or info is None:
+            return
+        replica.adapters = {adapter.digest for adapter in info.adapters}
+        if replica.address is not None:
             return
         # One of several may have restarted without its directory, which the others still have
         if info.kv_files is not None or self.only is not None:
@@ -128,9 +132,9 @@ class ReplicaSet:
     # Choice
 
     def ready_for(self, request: Request) -> list[RouterReplica]:
-        """The ready replicas with the request's adapter; all ready ones if it is unknown: they refuse it."""
-        adapter = request.adapter if request.adapter in self.adapters else ""
-        return [each for each in self if each.is_ready and (not adapter or adapter in each.adapters)]
+        """The ready replicas with the request's adapter; all ready ones if none has it: they refuse it."""
+        has_adapter = [each for each in self if each.client.alive and request.adapter in each.adapters]
+        return [each for each in has_adapter or self if each.is_ready]
 
     def choose(
         self, routed: RoutedRequest, excluded: RouterReplica | None, needs_room: bool

@@ -360,8 +360,8 @@ class EngineRouter:
         return was_suspect
 
     def _on_ready(self, replica: RouterReplica) -> None:
+        self._replicas.on_restarted(replica)
         if replica.address is None:
-            self._replicas.on_restarted(replica)
             self._place_waiting()
         else:
             replica.is_started = True  # also after it has refused its first connection

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.config.lora import LoraModule
+from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.config.options import Config
 from foreword.core.outputs import DraftResult, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
@@ -30,7 +30,14 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import CheckpointError, ConfigError, EngineDead, Overloaded, RequestFailed
+from foreword.errors import (
+    AdapterConflict,
+    CheckpointError,
+    ConfigError,
+    EngineDead,
+    Overloaded,
+    RequestFailed,
+)
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import EOS, FakeEngineClient, FakeOutput, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async
@@ -297,6 +304,55 @@ async def test_adapters_are_loaded_again_after_a_restart_of_the_server(node: Run
         hang_up(node)
         await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
         assert set(node.client.adapters) == {"/adapters/a"}
+
+
+async def test_adapter_that_is_unloaded_without_a_connection_is_not_loaded_again(node: RunningServer) -> None:
+    async with connected(node.url) as client:
+        info = await client.load_adapter("/adapters/a")
+        node.client.adapters.clear()
+        hang_up(node)
+        await wait_until_async(lambda: client._session is None)
+        with pytest.raises(EngineDead):
+            await client.unload_adapter(info.digest)
+        await wait_until_async(lambda: client.readiness.is_ready)
+        assert client.info is not None and not client.info.adapters and not node.client.adapters
+
+
+async def test_adapter_in_use_is_loaded_again(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unload_adapter(digest: str) -> None:
+        raise AdapterConflict("1 requests use the adapter", "lora_name")
+
+    async with connected(node.url) as client:
+        info = await client.load_adapter("/adapters/a")
+        monkeypatch.setattr(node.client, "unload_adapter", unload_adapter)
+        with pytest.raises(AdapterConflict):
+            await client.unload_adapter(info.digest)
+        hang_up(node)
+        await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
+        assert client.info is not None and client.info.adapters == (info,)
+
+
+@pytest.mark.parametrize("problem", ["changed", "gone"])
+async def test_adapter_whose_files_changed_costs_only_its_own_requests(
+    node: RunningServer, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(node.url, adapters=(LoraModule("b", "/adapters/b"),)) as client:
+        await client.load_adapter("/adapters/a")
+        load = node.client.load_adapter
+
+        async def load_adapter(path: str) -> AdapterInfo:
+            if path != "/adapters/a":
+                return await load(path)
+            if problem == "gone":
+                raise CheckpointError(f"{path} is gone", "lora_modules")
+            return replace(await load(path), digest="another")
+
+        monkeypatch.setattr(node.client, "load_adapter", load_adapter)
+        hang_up(node)
+        await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
+        assert client.info is not None and [each.path for each in client.info.adapters] == ["/adapters/b"]
+        assert len(await collect(client, make_request())) == len("Hello world") + 1
+        assert problem in caplog.text
 
 
 async def test_silent_connection_is_dead() -> None:

@@ -24,6 +24,7 @@ from foreword.engine_client.crash_policy import CRASHES_TO_REFUSE, CRASHES_TO_SU
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
 from foreword.errors import (
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     EngineDead,
@@ -374,6 +375,59 @@ async def test_adapters_of_a_dead_engine_are_refused() -> None:
     engine.crash(status="dead")
     with pytest.raises(EngineDead):
         await client.load_adapter("adapter")
+    await client.close()
+
+
+class AdapterEngine(ScriptedEngine):
+    """It loads every adapter, until its files are gone."""
+
+    has_files = True
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        if not self.has_files:
+            raise CheckpointError(f"{path} is gone", "lora_modules")
+        return AdapterInfo(path, f"digest of {path}", 8, 4, 100)
+
+    def restart(self) -> None:
+        """Without an adapter."""
+        self.crash(list(self.requests))
+        self.recover()
+
+
+async def start_with_adapter(*addresses: str | None) -> tuple[EngineRouter, list[AdapterEngine], str]:
+    engines = [AdapterEngine() for _ in addresses]
+    members = [RouterReplica(str(i), engines[i], address) for i, address in enumerate(addresses)]
+    client = EngineRouter(members)
+    await client.start()
+    return client, engines, (await client.load_adapter("a")).digest
+
+
+async def test_requests_go_where_their_adapter_is() -> None:
+    """One engine was restarted without it. Where no engine has it, they are refused."""
+    client, engines, digest = await start_with_adapter(None, None)
+    engines[0].restart()
+    for number in range(4):
+        listen(client, str(number), adapter=digest)
+    assert [len(engine.requests) for engine in engines] == [0, 4]
+    engines[1].status = "unresponsive"
+    waits = listen(client, "4", adapter=digest)
+    assert list(client._waiting) == ["4"] and not waits.is_ended
+    engines[1].restart()
+    assert sum(len(engine.requests) for engine in engines) == 5
+    await client.close()
+
+
+async def test_replica_without_an_adapter_gets_the_other_requests(caplog: pytest.LogCaptureFixture) -> None:
+    client, engines, digest = await start_with_adapter(None, "host:1")
+    engines[1].has_files = False
+    engines[1].restart()
+    await wait_until_async(lambda: "replica 1 has no adapter a: a is gone" in caplog.text)
+    for number in range(4):
+        listen(client, str(number), adapter=digest if number < 2 else "")
+    assert list(engines[0].requests) == ["0", "1"] and list(engines[1].requests) == ["2", "3"]
+    engines[1].has_files = True
+    engines[1].restart()
+    await wait_until_async(lambda: digest in client._replicas.members["1"].adapters)
     await client.close()
 
 
