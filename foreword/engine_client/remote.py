@@ -305,7 +305,8 @@ class RemoteClient:
         if report.status is not None:
             session.on_status(report.status)
         for stats in report.steps:
-            session.stats = stats
+            if not stats.replica:  # the server's status has the sum of several engines
+                session.stats = stats
             self._callbacks.on_step(stats)
         for update in report.blocks:
             self._callbacks.on_blocks(update)

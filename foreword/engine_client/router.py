@@ -379,15 +379,17 @@ class EngineRouter:
             replica.client.request_blocks()
 
     def _on_step(self, replica: RouterReplica, stats: StepStats) -> None:
+        """Pass the stats on under the engine's name: that of a server elsewhere may have several."""
         if self.on_step is not None:
-            self._call(self.on_step, replace(stats, replica=replica.id) if replica.id else stats)
+            name = f"{replica.id}/{stats.replica}" if stats.replica else replica.id
+            self._call(self.on_step, replace(stats, replica=name) if name else stats)
 
     def _on_restart(self, replica: RouterReplica, reason: str | None) -> None:
         replica.blocks.clear()
         if self.on_restart is not None:
             named = f"replica {replica.id}: {reason}" if replica.id else reason
             self._call(self.on_restart, None if reason is None else named)
-        if replica.id:
+        if replica.id and replica.address is None:  # engines elsewhere may go on to count
             self._on_step(replica, StepStats())  # the new engine counts from zero
 
     def _end_if_dead(self) -> None:

@@ -186,6 +186,16 @@ async def test_stats_of_every_step_arrive(node: RunningServer) -> None:
         assert client.stats == steps[-1]
 
 
+async def test_stats_of_several_engines_are_the_sum_of_the_status() -> None:
+    steps: list[StepStats] = []
+    total = SessionStatus(Readiness("ok"), StepStats(requests_running=5), 0.0)
+    lines = [SessionReport(status=total), SessionReport(steps=(StepStats(3, 2, replica="1"),))]
+    callbacks = EngineCallbacks(on_step=steps.append)
+    async with scripted_server(*map(REPORT.dumps, lines)) as url, connected(url, callbacks) as client:
+        await wait_until_async(lambda: steps)
+        assert steps == [StepStats(3, 2, replica="1")] and client.stats.requests_running == 5
+
+
 async def test_two_clients_share_an_engine(node: RunningServer) -> None:
     async with connected(node.url) as one, connected(node.url) as other:
         answers = await asyncio.gather(*(collect(client, make_request("same")) for client in (one, other)))

@@ -738,6 +738,19 @@ async def test_only_several_engines_have_names(num_engines: int, names: list[str
     log_model.set("")
 
 
+async def test_steps_name_each_engine_of_a_server_elsewhere() -> None:
+    """Each has counters of its own. They go on after a lost connection."""
+    engine, steps = ScriptedEngine(), list[StepStats]()
+    client = EngineRouter([RouterReplica("host", engine, "host:1")])
+    await client.start()
+    client.on_step = steps.append
+    for stats in (StepStats(4), StepStats(7, replica="0"), StepStats(5, replica="1")):
+        engine.callbacks.on_step(stats)
+    engine.crash()
+    assert [(stats.step, stats.replica) for stats in steps] == [(4, "host"), (7, "host/0"), (5, "host/1")]
+    await client.close()
+
+
 async def test_prompt_of_the_only_engine_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are those of the whole server, and another router may ask for them."""
     monkeypatch.setattr("foreword.engine_client.router.extend_hashes", None)
