@@ -481,14 +481,17 @@ def _batches(messages: Sequence[_Message]) -> Iterator[Sequence[_Message]]:
 
 
 async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Raises _Disconnected, httpx.HTTPError."""
-    rest = b""
+    """Lines without their ends. Raises _Disconnected, httpx.HTTPError."""
+    line = bytearray()
     async for chunk in response.aiter_raw():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > MAX_LINE_BYTES:
-            raise _Disconnected(f"{response.url.host} sent a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        for index, part in enumerate(chunk.split(b"\n")):
+            if index:
+                yield bytes(line)
+                line.clear()
+            if len(line) + len(part) > MAX_LINE_BYTES:
+                limit = f"{MAX_LINE_BYTES >> 20} MiB"
+                raise _Disconnected(f"{response.url.host} sent a line of more than {limit}")
+            line += part
 
 
 def _error_text(body: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client import remote
 from foreword.engine_client.base import EngineCallbacks, is_last
-from foreword.engine_client.remote import RemoteClient, _Session
+from foreword.engine_client.remote import RemoteClient, _Disconnected, _read_lines, _Session
 from foreword.engine_client.remote_messages import (
     GREETING,
     REPORT,
@@ -379,6 +379,33 @@ async def test_line_that_is_no_report_ends_the_connection(line: bytes) -> None:
     callbacks = EngineCallbacks(on_restart=reasons.append)
     async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url, callbacks):
         await wait_until_async(lambda: "sent no report" in str(reasons))
+
+
+async def read_lines(*chunks: bytes) -> list[bytes]:
+    response = httpx.Response(200, stream=Chunks(chunks), request=httpx.Request("GET", "http://host"))
+    return [line async for line in _read_lines(response)]
+
+
+class Chunks(httpx.AsyncByteStream):
+    def __init__(self, chunks: Sequence[bytes]) -> None:
+        self.chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks:
+            yield chunk
+
+
+async def test_lines_are_those_of_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within its limit, also one that ends in the chunk that exceeds it."""
+    monkeypatch.setattr(remote, "MAX_LINE_BYTES", 4)
+    lines = [b"ab", b"", b"cdef", b"g"]
+    body = b"\n".join(lines) + b"\nh"
+    for size in range(1, len(body) + 1):
+        chunks = [body[start : start + size] for start in range(0, len(body), size)]
+        assert await read_lines(*chunks) == lines
+    for chunks in ([b"abcde\n"], [b"abc", b"de\n"], [b"a\nabc", b"de"]):
+        with pytest.raises(_Disconnected, match="a line of more than"):
+            await read_lines(*chunks)
 
 
 @pytest.mark.parametrize(
