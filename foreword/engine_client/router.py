@@ -24,7 +24,14 @@ from foreword.engine_client.crash_policy import CrashSuspects, crash_error
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.replica import RoutedRequest, RouterReplica, RoutingPolicy
 from foreword.engine_client.replica_set import ReplicaSet
-from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica, RequestFailed
+from foreword.errors import (
+    AdapterConflict,
+    EngineDead,
+    ForewordError,
+    NoReplica,
+    RequestFailed,
+    ShuttingDown,
+)
 from foreword.kv_cache.prefix_cache import extend_hashes
 from foreword.planning.resolve import EngineInfo
 
@@ -316,9 +323,10 @@ class EngineRouter:
             if new is None:
                 return
         elif isinstance(event, ErrorEvent):
-            if isinstance(event.error, EngineDead) and self.alive:
+            if isinstance(event.error, EngineDead | ShuttingDown) and self.alive:
                 self._leave(routed)
-                routed.has_run |= replica.address is not None  # nobody knows
+                if isinstance(event.error, EngineDead):
+                    routed.has_run |= replica.address is not None  # nobody knows
                 self._place(routed)
                 return
             new = ErrorEvent(routed.id, event.error)

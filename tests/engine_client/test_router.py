@@ -32,6 +32,7 @@ from foreword.errors import (
     NoReplica,
     Overloaded,
     RequestFailed,
+    ShuttingDown,
 )
 from foreword.planning.resolve import EngineInfo, KVFiles
 from foreword.utils.logging import log_model
@@ -631,6 +632,18 @@ async def test_failing_callbacks_lose_no_event() -> None:
     engine.recover()
     engine.step("2~1", LENGTH)
     assert isinstance(caller.last, TokenEvent) and len(caller.token_ids) == LENGTH
+    await client.close()
+
+
+async def test_refusal_of_a_draining_server_moves_the_request() -> None:
+    """It did not run there: its queue deadline stays."""
+    client, engines = await start(2)
+    late = listen(client, "1", arrival_s=0.0, queue_deadline_s=time.monotonic() + 100)
+    assert list(engines[0].requests) == ["1"]
+    engines[0].status = "draining"
+    engines[0].fail("1", ShuttingDown("no new requests"))
+    ((request, _),) = engines[1].requests.values()
+    assert request.id == "1~1" and request.queue_deadline_s is not None and not late.is_ended
     await client.close()
 
 
