@@ -115,9 +115,13 @@ class EngineRouter:
 
     def add(self, replica: RouterReplica) -> None:
         """Start a further replica in the background."""
-        reuse = next((each.client for each in self._replicas if each.is_started), None)
+        reuse = self._reusable_client()
         self._add_replica(replica)
         self._spawn(self._start_replica(replica, reuse))
+
+    def _reusable_client(self) -> ReplicaClient | None:
+        """The client of a started engine, whose choices another one takes over."""
+        return next((each.client for each in self._replicas if each.is_started and each.client.alive), None)
 
     async def drain(self, replica_id: str) -> None:
         """Move the requests of a replica to others, then close it. It does nothing for an unknown id."""
@@ -137,14 +141,15 @@ class EngineRouter:
     async def reload(self) -> AsyncIterator[str]:
         """One replica after another: its requests move to the others first. A single one they wait for.
 
-        An error names those of other machines that cannot be reached, once the others are replaced.
+        A local one that is gone is started again. An error names those that could not be reloaded, once the
+        others are replaced.
         """
-        skipped = []
+        problems = []
         async with self._reload_lock:
             for replica in list(self._replicas):
                 name, readiness = replica.id, replica.client.readiness
                 if replica.address is not None and not readiness.is_ready:
-                    skipped.append(f"replica {name} is not reloaded: {readiness.detail}")
+                    problems.append(f"replica {name} is not reloaded: {readiness.detail}")
                     continue
                 prefix = f"replica {name}: " if name else ""
                 try:
@@ -154,13 +159,19 @@ class EngineRouter:
                     else:
                         for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
                             replica.requests[sent_id].has_run = True  # no queue deadline any more
-                    async for text in replica.client.reload():
-                        yield f"{prefix}{text}"
+                    if self.alive and replica.is_started and not replica.client.alive:
+                        yield f"{prefix}starting it again"
+                        await self._replicas.start(replica, self._reusable_client())
+                    else:
+                        async for text in replica.client.reload():
+                            yield f"{prefix}{text}"
+                except ForewordError as error:
+                    problems.append(f"{prefix}{error.message}")
                 finally:
                     replica.is_draining = False
                 self._place_waiting()
-        if skipped:
-            raise EngineDead("; ".join(skipped))
+        if problems:
+            raise EngineDead("; ".join(problems))
 
     # Requests
 

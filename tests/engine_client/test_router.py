@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -447,6 +448,31 @@ async def test_reload_keeps_requests_that_run_beyond_their_queue_deadline() -> N
     assert not caller.is_ended
     engine.recover()
     assert list(engine.requests) == ["1~1"]
+    await client.close()
+
+
+async def test_reload_replaces_the_others_of_a_dead_replica() -> None:
+    """It is started again itself."""
+    client, engines = await start(3)
+    engines[0].crash(status="dead")
+    engines[0].status = "ok"
+
+    async def reload(error: EngineDead | None = None) -> AsyncIterator[str]:
+        if error is not None:
+            raise error
+        yield "replaced"
+
+    engines[1].reload = partial(reload, EngineDead("no memory"))  # type: ignore[method-assign]
+    engines[2].reload = reload  # type: ignore[method-assign]
+    lines: list[str] = []
+    with pytest.raises(EngineDead, match=r"^replica 1: no memory$"):
+        async for line in client.reload():
+            lines.append(line)
+    assert [line for line in lines if "moving" not in line] == [
+        "replica 0: starting it again",
+        "replica 2: replaced",
+    ]
+    assert all(replica.is_ready for replica in client._replicas)
     await client.close()
 
 
