@@ -188,6 +188,8 @@ class RemoteClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(EngineDead(self._detail))
         await self._http.aclose()
 
     # Connections

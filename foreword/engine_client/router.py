@@ -38,6 +38,7 @@ from foreword.planning.resolve import EngineInfo
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25  # interval of checks of health and deadlines
+MAX_LOST_TICKS: Final = 4  # until suspects no longer wait for a server elsewhere
 HASHED_TOKENS: Final = 4096  # prompt tokens hashed at a time: more would hold the event loop for long
 
 
@@ -71,6 +72,7 @@ class EngineRouter:
         self._waiting: dict[str, RoutedRequest] = {}  # ordered by arrival
         self._suspects = CrashSuspects()
         self._quarantine: RouterReplica | None = None  # where suspects run, one after another
+        self._num_lost_ticks = 0  # in a row without it
         self._reload_lock = asyncio.Lock()
         self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +112,11 @@ class EngineRouter:
         return self.info
 
     async def _start_replica(self, replica: RouterReplica, reuse: ReplicaClient | None) -> None:
-        await self._replicas.start(replica, reuse)
+        try:
+            await self._replicas.start(replica, reuse)
+        except EngineDead:
+            if replica.id in self._replicas.members:  # it was not drained meanwhile
+                raise
         self._place_waiting()
 
     def add(self, replica: RouterReplica) -> None:
@@ -459,9 +465,10 @@ class EngineRouter:
             if is_stuck and any(each.is_ready for each in replicas if each is not self._quarantine):
                 logger.warning("replica %s: %s", replica.id, replica.client.readiness.detail)
                 self._move_requests(replica)
-        if self._suspects.quarantined is not None and (
-            self._quarantine is None or not self._quarantine.client.alive
-        ):
+        home = self._quarantine
+        self._num_lost_ticks = self._num_lost_ticks + 1 if home is not None and _is_lost(home) else 0
+        is_gone = home is None or not home.client.alive or self._num_lost_ticks >= MAX_LOST_TICKS
+        if self._suspects.quarantined is not None and is_gone:
             ready = [each for each in replicas if each.is_ready]
             self._quarantine = min(ready, key=lambda each: len(each.requests), default=None)
             if self._quarantine is not None:
@@ -584,3 +591,9 @@ class EngineRouter:
                 logger.error("a replica could not be started: %s", error.message)
             else:
                 logger.error("a task of the router failed", exc_info=error)
+
+
+def _is_lost(replica: RouterReplica) -> bool:
+    """Whether a server elsewhere may never come back; an engine that restarts does, or is given up."""
+    is_restarting = replica.client.readiness.status == "restarting"
+    return replica.address is not None and not replica.is_ready and not is_restarting

@@ -436,6 +436,16 @@ async def test_refusals_of_the_start_say_why(node: RunningServer) -> None:
             pass
 
 
+async def test_close_ends_a_start_without_an_answer() -> None:
+    client = RemoteClient("http://127.0.0.1:9", KEY)
+    starting = asyncio.create_task(client.start(EngineCallbacks()))
+    await wait_until_async(lambda: client.readiness.detail.startswith("no connection"))
+    await client.close()
+    with pytest.raises(EngineDead, match="was shut down"):
+        async with asyncio.timeout(WAIT_S):
+            await starting
+
+
 async def test_server_of_another_build_is_refused(
     node: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

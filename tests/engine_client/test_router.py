@@ -22,6 +22,7 @@ from foreword.core.request import Request
 from foreword.engine_client import router
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
 from foreword.engine_client.crash_policy import CRASHES_TO_REFUSE, CRASHES_TO_SUSPECT
+from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
 from foreword.errors import (
@@ -864,6 +865,36 @@ async def start_elsewhere(
     await client.start()
     await wait_until_async(lambda: all(engine.alive for engine in engines))
     return client, engines
+
+
+async def test_drain_of_a_server_that_never_answered_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    client, _ = await start(2)
+    client.add(RouterReplica("host", RemoteClient("http://127.0.0.1:9", "key"), "host"))
+    await wait_until_async(lambda: client.replica_states()[2].detail.startswith("no connection"))
+    await client.drain("host")
+    await wait_until_async(lambda: len(client._tasks) == 1)  # the tick
+    assert "could not be started" not in caplog.text
+    await client.close()
+
+
+@pytest.mark.parametrize(("status", "moves"), [("unresponsive", True), ("restarting", False)])
+async def test_suspects_do_not_wait_for_a_lost_server(status: str, moves: bool) -> None:
+    """They run in another one then."""
+    client, engines = await start_elsewhere(None, 2048, 2048)
+    listen(client, "1")
+    for _ in range(CRASHES_TO_SUSPECT):
+        (engine,) = (each for each in engines if each.requests)
+        engine.crash(list(engine.requests))
+    assert list(client._waiting) == ["1"]
+    engine.status = status
+    for _ in range(router.MAX_LOST_TICKS - 1):
+        client._check_replicas()
+    (other,) = (each for each in engines if each is not engine)
+    other.status = "ok"
+    client._check_replicas()
+    client._place_waiting()
+    assert bool(other.requests) == moves and not engine.requests
+    await client.close()
 
 
 @pytest.mark.parametrize("contexts", [(1024, 2048, 4096), (4096, 2048, 1024)])
