@@ -250,6 +250,12 @@ def _to_str_tuple(name: str, value: str | Iterable[str] | None) -> tuple[str, ..
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(f"{name} must contain non-empty strings, got {shown(string)}", name)
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:  # no tokenizer and no other machine takes it
+            raise InvalidRequest(
+                f"{name} is not valid Unicode: a lone surrogate at character {error.start}", name
+            ) from None
     return strings
 
 

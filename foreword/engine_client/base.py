@@ -135,6 +135,7 @@ class ReplicaClient(Protocol):
     async def start(self, callbacks: EngineCallbacks, reuse: ReplicaClient | None = None) -> EngineInfo:
         """Start the engine; return once it accepts requests. Raises ConfigError or CheckpointError.
 
+        A local one may be started again once it is gone.
         reuse  started engine of the same model, whose choices a local engine takes over; None: it chooses
         """
 

@@ -111,6 +111,9 @@ class ProcessClient:
 
     async def start(self, callbacks: EngineCallbacks, reuse: ReplicaClient | None = None) -> EngineInfo:
         self._callbacks = callbacks
+        if self._session is not None:  # it gave its engines up, and is started again
+            await self._session.process.close(self._fork_server, force=True)
+            self._restart_policy = RestartPolicy()
         if isinstance(reuse, ProcessClient):
             self._resolved, self._timings = reuse._resolved, reuse._timings
             self._adapters = dict(reuse._adapters)
@@ -397,7 +400,7 @@ class ProcessClient:
             if ready.info.fingerprint != self.info.fingerprint:
                 logger.error("client: model or machine changed: tokens would differ, giving up")
                 return None
-            self.info = replace(self.info, kv_files=ready.info.kv_files)
+            self.info = replace(self.info, kv_files=ready.info.kv_files, adapters=ready.info.adapters)
             return self._session
 
     async def _answers_probe(self, session: ProcessSession) -> bool:

@@ -37,7 +37,7 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
+from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -151,10 +151,16 @@ class RemoteClient:
         return info
 
     async def unload_adapter(self, digest: str) -> None:
-        await self._call(lambda call: SessionMessage(unload_adapter=UnloadAdapter(call, digest)))
-        for path, info in list(self._adapters.items()):
+        """It is not loaded again after a lost connection either, even if there is none now."""
+        before = self._adapters.copy()
+        for path, info in before.items():
             if info is not None and info.digest == digest:
                 del self._adapters[path]
+        try:
+            await self._call(lambda call: SessionMessage(unload_adapter=UnloadAdapter(call, digest)))
+        except AdapterConflict:
+            self._adapters = before | self._adapters
+            raise
 
     async def _load(self, path: str) -> AdapterInfo:
         info = await self._call(lambda call: SessionMessage(load_adapter=LoadAdapter(call, path)))
@@ -182,6 +188,8 @@ class RemoteClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(EngineDead(self._detail))
         await self._http.aclose()
 
     # Connections
@@ -252,21 +260,38 @@ class RemoteClient:
         if self.info is not None and info.fingerprint != self.info.fingerprint:
             problem = f"its fingerprint is {info.fingerprint}, that of before was {self.info.fingerprint}"
             raise _Refused(f"the engine of {self.address} would give other tokens: {problem}")
-        for path, before in list(self._adapters.items()):
-            try:
-                adapter = self._adapters[path] = await self._load(path)
-            except ForewordError as error:
-                raise _Refused(f"the engine of {self.address} cannot load {path}: {error.message}") from None
-            if before is not None and before.digest != adapter.digest:
-                raise _Refused(f"the adapter {path} on {self.address} changed since the last connection")
-        adapters = tuple(adapter for adapter in self._adapters.values() if adapter is not None)
-        self.info = replace(info, adapters=adapters or info.adapters)  # its limits may be others than before
+        if self._adapters:
+            info = replace(info, adapters=await self._load_again())
+        self.info = info  # its limits may be others than before
         logger.info("client: connected to %s", self.address)
         self.alive = self._accepts = True
         if self._started is not None and not self._started.done():
             self._started.set_result(self.info)
         else:
             self._callbacks.on_ready()
+
+    async def _load_again(self) -> tuple[AdapterInfo, ...]:
+        """Load the adapters of before, without those whose files changed or are gone.
+
+        Raises _Refused for one that this client never had: the configuration is wrong.
+        """
+        loaded = []
+        for path, before in list(self._adapters.items()):
+            try:
+                adapter = await self._load(path)
+            except ForewordError as error:
+                problem = f"the engine of {self.address} cannot load {path}: {error.message}"
+                if before is None or isinstance(error, EngineDead):
+                    raise _Refused(problem) from None
+                logger.error("client: %s; its requests go elsewhere", problem)
+                continue
+            if before is not None and before.digest != adapter.digest:
+                text = "client: adapter %s on %s changed since the last connection; its requests go elsewhere"
+                logger.error(text, path, self.address)
+            elif path in self._adapters:  # not unloaded meanwhile
+                self._adapters[path] = adapter
+                loaded.append(adapter)
+        return tuple(loaded)
 
     async def _read(self, session: _Session, lines: AsyncIterator[bytes]) -> None:
         """Pass the reports on. Raises _Disconnected, httpx.HTTPError."""
@@ -282,7 +307,8 @@ class RemoteClient:
         if report.status is not None:
             session.on_status(report.status)
         for stats in report.steps:
-            session.stats = stats
+            if not stats.replica:  # the server's status has the sum of several engines
+                session.stats = stats
             self._callbacks.on_step(stats)
         for update in report.blocks:
             self._callbacks.on_blocks(update)
@@ -355,9 +381,9 @@ class _Session:
             queue_deadline_s=None if queue_deadline_s is None else queue_deadline_s + offset_s,
             deadline_s=None if deadline_s is None else deadline_s + offset_s,
         )
+        self.send(SessionMessage(request=remote), number)  # it may raise: then the request is not open
         self._open[number] = request, on_event
         self._numbers[request.id] = number
-        self.send(SessionMessage(request=remote), number)
 
     def remove(self, request_id: str, num_tokens: int | None) -> None:
         """End a request, if it is open."""
@@ -457,14 +483,17 @@ def _batches(messages: Sequence[_Message]) -> Iterator[Sequence[_Message]]:
 
 
 async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Raises _Disconnected, httpx.HTTPError."""
-    rest = b""
+    """Lines without their ends. Raises _Disconnected, httpx.HTTPError."""
+    line = bytearray()
     async for chunk in response.aiter_raw():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > MAX_LINE_BYTES:
-            raise _Disconnected(f"{response.url.host} sent a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        for index, part in enumerate(chunk.split(b"\n")):
+            if index:
+                yield bytes(line)
+                line.clear()
+            if len(line) + len(part) > MAX_LINE_BYTES:
+                limit = f"{MAX_LINE_BYTES >> 20} MiB"
+                raise _Disconnected(f"{response.url.host} sent a line of more than {limit}")
+            line += part
 
 
 def _error_text(body: bytes) -> str:

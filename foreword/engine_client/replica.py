@@ -125,6 +125,7 @@ class RoutedRequest:
     digests: list[bytes] = field(default_factory=list)  # blocks of the prompt that another request may share
     num_prompt: int = 0  # tokens without KV that `replica` counts
     waits_since_s: float | None = None
+    last_ready_s: float = 0.0  # when it waited last beside a ready replica, for room or for suspects
 
     @property
     def id(self) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 from foreword.config.lora import AdapterInfo
 from foreword.core.outputs import StepStats
 from foreword.core.readiness import Readiness, ReplicaState
+from foreword.core.request import Request
 from foreword.engine_client.base import ReplicaClient
 from foreword.engine_client.replica import (
     ReplicaLoad,
@@ -92,7 +93,8 @@ class ReplicaSet:
     async def admit(self, replica: RouterReplica) -> None:
         """Give a ready replica the adapters it lacks, and requests if it samples the same tokens.
 
-        The first one decides what the others must have.
+        The first one decides what the others must have. Requests of an adapter that it cannot load go
+        to the others.
         """
         info = replica.client.info
         assert info is not None, "a started engine has info"
@@ -109,16 +111,19 @@ class ReplicaSet:
                 try:
                     loaded = await replica.client.load_adapter(adapter.path)
                 except ForewordError as error:
-                    replica.problem = f"it cannot load the adapter {adapter.path}: {error.message}"
+                    logger.error("replica %s has no adapter %s: %s", replica.id, adapter.path, error.message)
                 else:
                     replica.adapters.add(loaded.digest)
         if replica.problem:
             logger.error("replica %s gets no requests: %s", replica.id, replica.problem)
 
     def on_restarted(self, replica: RouterReplica) -> None:
-        """A local engine was replaced: files of weights with other times have another folder of KV blocks."""
+        """An engine was replaced: it may lack adapters, and have another folder of KV blocks."""
         info = replica.client.info
         if self.info is None or info is None:
+            return
+        replica.adapters = {adapter.digest for adapter in info.adapters}
+        if replica.address is not None:
             return
         # One of several may have restarted without its directory, which the others still have
         if info.kv_files is not None or self.only is not None:
@@ -126,17 +131,20 @@ class ReplicaSet:
 
     # Choice
 
-    def choose(self, routed: RoutedRequest, excluded: RouterReplica | None) -> RouterReplica | None:
-        """The replica for a request; None if it has to wait."""
-        request = routed.request
-        replicas = [
-            each
-            for each in self
-            if each.is_ready
-            and each is not excluded
-            and (request.adapter in each.adapters or request.adapter not in self.adapters)
-        ]
-        if routed.has_run:
+    def ready_for(self, request: Request) -> list[RouterReplica]:
+        """The ready replicas with the request's adapter; all ready ones if none has it: they refuse it."""
+        has_adapter = [each for each in self if each.client.alive and request.adapter in each.adapters]
+        return [each for each in has_adapter or self if each.is_ready]
+
+    def choose(
+        self, routed: RoutedRequest, excluded: RouterReplica | None, needs_room: bool
+    ) -> RouterReplica | None:
+        """The replica for a request; None if it has to wait.
+
+        needs_room  wait for a free batch slot while a replica restarts
+        """
+        replicas = [each for each in self.ready_for(routed.request) if each is not excluded]
+        if needs_room:
             replicas = self._with_room(replicas)
         if len(replicas) < 2:
             return replicas[0] if replicas else None
@@ -150,7 +158,7 @@ class ReplicaSet:
             )
             for each in replicas
         ]
-        tenant = request.cache_salt
+        tenant = routed.request.cache_salt
         chosen = self.members[self.policy(candidates, self._last_ids.get(tenant) if tenant else None)]
         self._num_choices += 1
         chosen.chosen_at = self._num_choices

@@ -24,13 +24,21 @@ from foreword.engine_client.crash_policy import CrashSuspects, crash_error
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.replica import RoutedRequest, RouterReplica, RoutingPolicy
 from foreword.engine_client.replica_set import ReplicaSet
-from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
+from foreword.errors import (
+    AdapterConflict,
+    EngineDead,
+    ForewordError,
+    NoReplica,
+    RequestFailed,
+    ShuttingDown,
+)
 from foreword.kv_cache.prefix_cache import extend_hashes
 from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25  # interval of checks of health and deadlines
+MAX_LOST_TICKS: Final = 4  # until suspects no longer wait for a server elsewhere
 HASHED_TOKENS: Final = 4096  # prompt tokens hashed at a time: more would hold the event loop for long
 
 
@@ -45,7 +53,8 @@ class EngineRouter:
         is_open_ended: bool = False,
         max_model_len: int | None = None,
     ) -> None:
-        """timeout_s    limits the time that a request waits for one of several replicas
+        """timeout_s    limits the time that a request waits while none of several replicas is ready, and
+                      the time that one that ran waits for room in a ready replica
         fork_server    starts local engines; close() closes it
         is_open_ended  others may be added when all are gone
         max_model_len  the context. None: that of the local replicas; without one, all must have the same
@@ -63,10 +72,11 @@ class EngineRouter:
         self._waiting: dict[str, RoutedRequest] = {}  # ordered by arrival
         self._suspects = CrashSuspects()
         self._quarantine: RouterReplica | None = None  # where suspects run, one after another
+        self._num_lost_ticks = 0  # in a row without it
         self._reload_lock = asyncio.Lock()
         self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_error_logged = False  # an error of a callback
+        self._failed_callbacks: set[str] = set()  # names of functions whose error is logged
         for each in replicas:
             self._add_replica(each)
 
@@ -102,14 +112,22 @@ class EngineRouter:
         return self.info
 
     async def _start_replica(self, replica: RouterReplica, reuse: ReplicaClient | None) -> None:
-        await self._replicas.start(replica, reuse)
+        try:
+            await self._replicas.start(replica, reuse)
+        except EngineDead:
+            if replica.id in self._replicas.members:  # it was not drained meanwhile
+                raise
         self._place_waiting()
 
     def add(self, replica: RouterReplica) -> None:
         """Start a further replica in the background."""
-        reuse = next((each.client for each in self._replicas if each.is_started), None)
+        reuse = self._reusable_client()
         self._add_replica(replica)
         self._spawn(self._start_replica(replica, reuse))
+
+    def _reusable_client(self) -> ReplicaClient | None:
+        """The client of a started engine, whose choices another one takes over."""
+        return next((each.client for each in self._replicas if each.is_started and each.client.alive), None)
 
     async def drain(self, replica_id: str) -> None:
         """Move the requests of a replica to others, then close it. It does nothing for an unknown id."""
@@ -129,30 +147,37 @@ class EngineRouter:
     async def reload(self) -> AsyncIterator[str]:
         """One replica after another: its requests move to the others first. A single one they wait for.
 
-        An error names those of other machines that cannot be reached, once the others are replaced.
+        A local one that is gone is started again. An error names those that could not be reloaded, once the
+        others are replaced.
         """
-        skipped = []
+        problems = []
         async with self._reload_lock:
             for replica in list(self._replicas):
                 name, readiness = replica.id, replica.client.readiness
                 if replica.address is not None and not readiness.is_ready:
-                    skipped.append(f"replica {name} is not reloaded: {readiness.detail}")
+                    problems.append(f"replica {name} is not reloaded: {readiness.detail}")
                     continue
                 prefix = f"replica {name}: " if name else ""
-                if name:
-                    yield f"{prefix}moving {len(replica.requests)} streams"
-                    self._drain(replica)
-                else:
-                    for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
-                        replica.requests[sent_id].has_run = True  # no queue deadline any more
                 try:
-                    async for text in replica.client.reload():
-                        yield f"{prefix}{text}"
+                    if name:
+                        yield f"{prefix}moving {len(replica.requests)} streams"
+                        self._drain(replica)
+                    else:
+                        for sent_id in set(replica.client.running_ids()) & replica.requests.keys():
+                            replica.requests[sent_id].has_run = True  # no queue deadline any more
+                    if self.alive and replica.is_started and not replica.client.alive:
+                        yield f"{prefix}starting it again"
+                        await self._replicas.start(replica, self._reusable_client())
+                    else:
+                        async for text in replica.client.reload():
+                            yield f"{prefix}{text}"
+                except ForewordError as error:
+                    problems.append(f"{prefix}{error.message}")
                 finally:
                     replica.is_draining = False
                 self._place_waiting()
-        if skipped:
-            raise EngineDead("; ".join(skipped))
+        if problems:
+            raise EngineDead("; ".join(problems))
 
     # Requests
 
@@ -222,23 +247,40 @@ class EngineRouter:
             self._place(routed)
 
     def _place(self, routed: RoutedRequest) -> None:
-        """Send the request to a replica; without one it waits."""
-        while (replica := self._choose(routed)) is not None:
+        """Send the request to a replica; without one it waits. Another error fails this request alone."""
+        while True:
             try:
+                if (replica := self._choose(routed)) is None:
+                    break
                 self._send(routed, replica)
             except EngineDead:  # its client noticed first
                 self._leave(routed)
                 continue
+            except Exception:
+                logger.exception("client: request %s could not be sent", routed.id)
+                self._waiting.pop(routed.id, None)
+                if (replica := routed.replica) is not None:
+                    self._leave(routed)
+                    replica.client.remove(routed.sent_id)
+                # Callers of listen() expect no event before it returns.
+                error = RequestFailed("the request could not be sent to the engine")
+                asyncio.get_running_loop().call_soon(self._fail, routed, error)
+                return
             self._waiting.pop(routed.id, None)
             routed.waits_since_s = None
             return
+        now_s = time.monotonic()
         if routed.waits_since_s is None:
-            routed.waits_since_s = time.monotonic()
+            routed.waits_since_s = now_s
             self._waiting[routed.id] = routed
+        if self._replicas.ready_for(routed.request):  # it waits for room, or for the end of suspects
+            routed.last_ready_s = now_s
 
     def _choose(self, routed: RoutedRequest) -> RouterReplica | None:
         if routed.id not in self._suspects:
-            return self._replicas.choose(routed, self._quarantine)
+            since_s = routed.waits_since_s
+            is_patient = since_s is None or time.monotonic() - since_s < self._timeout_s
+            return self._replicas.choose(routed, self._quarantine, routed.has_run and is_patient)
         is_next, home = self._suspects.quarantined == routed.id, self._quarantine
         return home if is_next and home is not None and home.is_ready else None
 
@@ -298,9 +340,10 @@ class EngineRouter:
             if new is None:
                 return
         elif isinstance(event, ErrorEvent):
-            if isinstance(event.error, EngineDead) and self.alive:
+            if isinstance(event.error, EngineDead | ShuttingDown) and self.alive:
                 self._leave(routed)
-                routed.has_run |= replica.address is not None  # nobody knows
+                if isinstance(event.error, EngineDead):
+                    routed.has_run |= replica.address is not None  # nobody knows
                 self._place(routed)
                 return
             new = ErrorEvent(routed.id, event.error)
@@ -309,13 +352,13 @@ class EngineRouter:
         replica.made_progress = True
         if routed.num_prompt:
             self._on_prompt_done(routed, replica)
-        if is_last(new):
+        if makes_room := is_last(new):
             self._end(routed)
-            if self._waiting:
-                self._place_waiting()
-        elif self._clear_suspect(routed) and self._waiting:
-            self._place_waiting()
+        else:
+            makes_room = self._clear_suspect(routed)
         self._call(routed.on_event, new)
+        if makes_room:
+            self._place_waiting()
 
     def _on_crash(self, replica: RouterReplica, sent_ids: Collection[str]) -> bool:
         """Find out who is to blame; the requests of the replica leave it next."""
@@ -342,8 +385,8 @@ class EngineRouter:
         return was_suspect
 
     def _on_ready(self, replica: RouterReplica) -> None:
+        self._replicas.on_restarted(replica)
         if replica.address is None:
-            self._replicas.on_restarted(replica)
             self._place_waiting()
         else:
             replica.is_started = True  # also after it has refused its first connection
@@ -361,15 +404,17 @@ class EngineRouter:
             replica.client.request_blocks()
 
     def _on_step(self, replica: RouterReplica, stats: StepStats) -> None:
+        """Pass the stats on under the engine's name: that of a server elsewhere may have several."""
         if self.on_step is not None:
-            self._call(self.on_step, replace(stats, replica=replica.id) if replica.id else stats)
+            name = f"{replica.id}/{stats.replica}" if stats.replica else replica.id
+            self._call(self.on_step, replace(stats, replica=name) if name else stats)
 
     def _on_restart(self, replica: RouterReplica, reason: str | None) -> None:
         replica.blocks.clear()
         if self.on_restart is not None:
             named = f"replica {replica.id}: {reason}" if replica.id else reason
             self._call(self.on_restart, None if reason is None else named)
-        if replica.id:
+        if replica.id and replica.address is None:  # engines elsewhere may go on to count
             self._on_step(replica, StepStats())  # the new engine counts from zero
 
     def _end_if_dead(self) -> None:
@@ -391,23 +436,25 @@ class EngineRouter:
             self._fail(routed, EngineDead(message))
 
     def _call(self, callback: Callable[..., None], *args: Any) -> None:
-        """An error of a callback loses no event and ends no connection; the first is logged."""
+        """An error of a callback loses no event and ends no connection; each one's first is logged."""
         try:
             callback(*args)
         except Exception:
-            if not self._is_error_logged:
-                logger.exception("client: a callback failed; later failures are not logged")
-            self._is_error_logged = True
+            function = callback.func if isinstance(callback, partial) else callback
+            name = getattr(function, "__qualname__", type(function).__name__)
+            if name not in self._failed_callbacks:
+                logger.exception("client: %s failed; its later failures are not logged", name)
+            self._failed_callbacks.add(name)
 
     # Health
 
     async def _tick(self) -> None:
         """Check replicas and deadlines."""
         while self.alive:
-            self._end_if_dead()
-            self._expire(time.monotonic())
-            self._check_replicas()
-            self._place_waiting()
+            self._call(self._end_if_dead)
+            self._call(self._expire, time.monotonic())
+            self._call(self._check_replicas)
+            self._call(self._place_waiting)
             await asyncio.sleep(TICK_S)
 
     def _check_replicas(self) -> None:
@@ -418,9 +465,10 @@ class EngineRouter:
             if is_stuck and any(each.is_ready for each in replicas if each is not self._quarantine):
                 logger.warning("replica %s: %s", replica.id, replica.client.readiness.detail)
                 self._move_requests(replica)
-        if self._suspects.quarantined is not None and (
-            self._quarantine is None or not self._quarantine.client.alive
-        ):
+        home = self._quarantine
+        self._num_lost_ticks = self._num_lost_ticks + 1 if home is not None and _is_lost(home) else 0
+        is_gone = home is None or not home.client.alive or self._num_lost_ticks >= MAX_LOST_TICKS
+        if self._suspects.quarantined is not None and is_gone:
             ready = [each for each in replicas if each.is_ready]
             self._quarantine = min(ready, key=lambda each: len(each.requests), default=None)
             if self._quarantine is not None:
@@ -435,10 +483,16 @@ class EngineRouter:
                 self._check_deadline(routed, now_s, is_ready or sent_id in running)
         for routed in list(self._waiting.values()):
             self._check_deadline(routed, now_s, is_running=False)
-            since_s = routed.waits_since_s
-            if self._replicas.only is None and since_s is not None and now_s - since_s >= self._timeout_s:
-                states = "; ".join(f"replica {each.id} is {each.status}" for each in self.replica_states())
-                self._fail(routed, NoReplica(f"no replica was ready within {self._timeout_s:g} s: {states}"))
+            self._check_wait(routed, now_s)
+
+    def _check_wait(self, routed: RoutedRequest, now_s: float) -> None:
+        """End a waiting request if none of several replicas could take it for `timeout_s`."""
+        since_s = max(routed.waits_since_s or 0.0, routed.last_ready_s)
+        is_late = self._replicas.only is None and now_s - since_s >= self._timeout_s
+        if is_late and not self._replicas.ready_for(routed.request):
+            states = "; ".join(f"replica {each.id} is {each.status}" for each in self.replica_states())
+            name = "replica with its adapter" if routed.request.adapter else "replica"
+            self._fail(routed, NoReplica(f"no {name} was ready within {self._timeout_s:g} s: {states}"))
 
     def _check_deadline(self, routed: RoutedRequest, now_s: float, is_running: bool) -> None:
         error = check_deadline(routed.request, now_s, is_running or routed.has_started)
@@ -537,3 +591,9 @@ class EngineRouter:
                 logger.error("a replica could not be started: %s", error.message)
             else:
                 logger.error("a task of the router failed", exc_info=error)
+
+
+def _is_lost(replica: RouterReplica) -> bool:
+    """Whether a server elsewhere may never come back; an engine that restarts does, or is given up."""
+    is_restarting = replica.client.readiness.status == "restarting"
+    return replica.address is not None and not replica.is_ready and not is_restarting

@@ -25,6 +25,7 @@ from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.base import EngineClient
+from foreword.engine_client.remote_messages import SESSIONS_PATH
 from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
 from foreword.server.auth.keys import is_public
 from foreword.server.http.errors import error_body, error_headers, error_response
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0  # Retry-After while the engine does not answer
 PROBE_TIMEOUT_S = 5.0
 UNRESPONSIVE = Readiness("unresponsive", "the engine was idle and does not answer a one-token request")
+REFUSAL_MESSAGE = "the server is shutting down and takes no new requests"
 DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new requests are refused"
 
 
@@ -86,9 +88,10 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or is_public(scope["path"]):
             return await self._app(scope, receive, send)
-        if self._drain.draining:
+        # Messages of a session belong to its open requests; the session itself refuses new ones.
+        if self._drain.draining and not scope["path"].startswith(f"{SESSIONS_PATH}/"):
             self._on_refusal("draining")
-            error = ShuttingDown("the server is shutting down and takes no new requests")
+            error = ShuttingDown(REFUSAL_MESSAGE)
             response = error_response(error, scope)
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)

@@ -127,6 +127,8 @@ async def test_changed_adapter_fails_its_requests_only(
     os.kill(pid_of(client), signal.SIGKILL)
     again = await collect_answers(client, requests("after", {"first": first}))
     assert again == {name: expected[name] for name in ("base", "first")}
+    (replica,) = client._replicas
+    assert replica.adapters == {first}
     event = await last_event(client, requests("changed", {"x": changing})[1])
     assert isinstance(event, ErrorEvent) and isinstance(event.error, ModelNotFound)
     await client.close()

@@ -558,7 +558,8 @@ async def test_engine_that_cannot_restart_is_given_up(
     await client.start()
     stream = client.submit(kind_request("a"))
     await anext(stream)
-    (moved / "model.safetensors").unlink()
+    weights = moved / "model.safetensors"
+    weights.rename(tmp_path / "weights")
     os.kill(pid_of(client), signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
         events = [event async for event in stream]
@@ -567,7 +568,20 @@ async def test_engine_that_cannot_restart_is_given_up(
     assert not client.alive and client.readiness.status == "dead"
     with pytest.raises(EngineDead):
         client.submit(kind_request("b"))
+    (tmp_path / "weights").rename(weights)
+    await start_again(client)
     await client.close()
+
+
+async def start_again(client: EngineRouter) -> None:
+    """As a reload does beside other replicas."""
+    (replica,) = client._replicas
+    before = client.pids
+    await replica.client.start(replica.callbacks, replica.client)
+    assert replica.is_ready and client.pids != before
+    for pid in before.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.full
@@ -581,6 +595,7 @@ async def test_changed_checkpoint_is_not_resumed(
     os.kill(pid_of(client), signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
         await client.dead.wait()
+    await start_again(client)
     await client.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.config.lora import LoraModule
+from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.config.options import Config
 from foreword.core.outputs import DraftResult, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
@@ -21,7 +21,7 @@ from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client import remote
 from foreword.engine_client.base import EngineCallbacks, is_last
-from foreword.engine_client.remote import RemoteClient, _Session
+from foreword.engine_client.remote import RemoteClient, _Disconnected, _read_lines, _Session
 from foreword.engine_client.remote_messages import (
     GREETING,
     REPORT,
@@ -30,7 +30,14 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import CheckpointError, ConfigError, EngineDead, Overloaded, RequestFailed
+from foreword.errors import (
+    AdapterConflict,
+    CheckpointError,
+    ConfigError,
+    EngineDead,
+    Overloaded,
+    RequestFailed,
+)
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import EOS, FakeEngineClient, FakeOutput, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async
@@ -179,6 +186,16 @@ async def test_stats_of_every_step_arrive(node: RunningServer) -> None:
         assert client.stats == steps[-1]
 
 
+async def test_stats_of_several_engines_are_the_sum_of_the_status() -> None:
+    steps: list[StepStats] = []
+    total = SessionStatus(Readiness("ok"), StepStats(requests_running=5), 0.0)
+    lines = [SessionReport(status=total), SessionReport(steps=(StepStats(3, 2, replica="1"),))]
+    callbacks = EngineCallbacks(on_step=steps.append)
+    async with scripted_server(*map(REPORT.dumps, lines)) as url, connected(url, callbacks) as client:
+        await wait_until_async(lambda: steps)
+        assert steps == [StepStats(3, 2, replica="1")] and client.stats.requests_running == 5
+
+
 async def test_two_clients_share_an_engine(node: RunningServer) -> None:
     async with connected(node.url) as one, connected(node.url) as other:
         answers = await asyncio.gather(*(collect(client, make_request("same")) for client in (one, other)))
@@ -299,6 +316,55 @@ async def test_adapters_are_loaded_again_after_a_restart_of_the_server(node: Run
         assert set(node.client.adapters) == {"/adapters/a"}
 
 
+async def test_adapter_that_is_unloaded_without_a_connection_is_not_loaded_again(node: RunningServer) -> None:
+    async with connected(node.url) as client:
+        info = await client.load_adapter("/adapters/a")
+        node.client.adapters.clear()
+        hang_up(node)
+        await wait_until_async(lambda: client._session is None)
+        with pytest.raises(EngineDead):
+            await client.unload_adapter(info.digest)
+        await wait_until_async(lambda: client.readiness.is_ready)
+        assert client.info is not None and not client.info.adapters and not node.client.adapters
+
+
+async def test_adapter_in_use_is_loaded_again(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unload_adapter(digest: str) -> None:
+        raise AdapterConflict("1 requests use the adapter", "lora_name")
+
+    async with connected(node.url) as client:
+        info = await client.load_adapter("/adapters/a")
+        monkeypatch.setattr(node.client, "unload_adapter", unload_adapter)
+        with pytest.raises(AdapterConflict):
+            await client.unload_adapter(info.digest)
+        hang_up(node)
+        await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
+        assert client.info is not None and client.info.adapters == (info,)
+
+
+@pytest.mark.parametrize("problem", ["changed", "gone"])
+async def test_adapter_whose_files_changed_costs_only_its_own_requests(
+    node: RunningServer, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(node.url, adapters=(LoraModule("b", "/adapters/b"),)) as client:
+        await client.load_adapter("/adapters/a")
+        load = node.client.load_adapter
+
+        async def load_adapter(path: str) -> AdapterInfo:
+            if path != "/adapters/a":
+                return await load(path)
+            if problem == "gone":
+                raise CheckpointError(f"{path} is gone", "lora_modules")
+            return replace(await load(path), digest="another")
+
+        monkeypatch.setattr(node.client, "load_adapter", load_adapter)
+        hang_up(node)
+        await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
+        assert client.info is not None and [each.path for each in client.info.adapters] == ["/adapters/b"]
+        assert len(await collect(client, make_request())) == len("Hello world") + 1
+        assert problem in caplog.text
+
+
 async def test_silent_connection_is_dead() -> None:
     async with scripted_server() as url, connected(url, silence_s=0.5) as client:
         (event,) = await collect(client, make_request())
@@ -313,6 +379,33 @@ async def test_line_that_is_no_report_ends_the_connection(line: bytes) -> None:
     callbacks = EngineCallbacks(on_restart=reasons.append)
     async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url, callbacks):
         await wait_until_async(lambda: "sent no report" in str(reasons))
+
+
+async def read_lines(*chunks: bytes) -> list[bytes]:
+    response = httpx.Response(200, stream=Chunks(chunks), request=httpx.Request("GET", "http://host"))
+    return [line async for line in _read_lines(response)]
+
+
+class Chunks(httpx.AsyncByteStream):
+    def __init__(self, chunks: Sequence[bytes]) -> None:
+        self.chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks:
+            yield chunk
+
+
+async def test_lines_are_those_of_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is within its limit, also one that ends in the chunk that exceeds it."""
+    monkeypatch.setattr(remote, "MAX_LINE_BYTES", 4)
+    lines = [b"ab", b"", b"cdef", b"g"]
+    body = b"\n".join(lines) + b"\nh"
+    for size in range(1, len(body) + 1):
+        chunks = [body[start : start + size] for start in range(0, len(body), size)]
+        assert await read_lines(*chunks) == lines
+    for chunks in ([b"abcde\n"], [b"abc", b"de\n"], [b"a\nabc", b"de"]):
+        with pytest.raises(_Disconnected, match="a line of more than"):
+            await read_lines(*chunks)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +436,16 @@ async def test_refusals_of_the_start_say_why(node: RunningServer) -> None:
             pass
 
 
+async def test_close_ends_a_start_without_an_answer() -> None:
+    client = RemoteClient("http://127.0.0.1:9", KEY)
+    starting = asyncio.create_task(client.start(EngineCallbacks()))
+    await wait_until_async(lambda: client.readiness.detail.startswith("no connection"))
+    await client.close()
+    with pytest.raises(EngineDead, match="was shut down"):
+        async with asyncio.timeout(WAIT_S):
+            await starting
+
+
 async def test_server_of_another_build_is_refused(
     node: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +453,14 @@ async def test_server_of_another_build_is_refused(
     with pytest.raises(ConfigError, match="runs another build of Foreword: install the same"):
         async with connected(node.url):
             pass
+
+
+async def test_request_that_is_no_json_is_not_open(node: RunningServer) -> None:
+    async with connected(node.url) as client:
+        with pytest.raises(ValueError, match="surrogate"):
+            client.listen(make_request(adapter_name="\ud800"), lambda event: None)
+        assert not client.running_ids()
+        assert len(await collect(client, make_request())) == len("Hello world") + 1
 
 
 async def test_message_that_is_too_large_fails_its_request_alone() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,14 @@ from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepStats, Tok
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
+from foreword.engine_client import router
 from foreword.engine_client.base import EngineCallbacks, ReplicaClient
 from foreword.engine_client.crash_policy import CRASHES_TO_REFUSE, CRASHES_TO_SUSPECT
+from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
 from foreword.errors import (
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     EngineDead,
@@ -29,6 +34,7 @@ from foreword.errors import (
     NoReplica,
     Overloaded,
     RequestFailed,
+    ShuttingDown,
 )
 from foreword.planning.resolve import EngineInfo, KVFiles
 from foreword.utils.logging import log_model
@@ -375,6 +381,59 @@ async def test_adapters_of_a_dead_engine_are_refused() -> None:
     await client.close()
 
 
+class AdapterEngine(ScriptedEngine):
+    """It loads every adapter, until its files are gone."""
+
+    has_files = True
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        if not self.has_files:
+            raise CheckpointError(f"{path} is gone", "lora_modules")
+        return AdapterInfo(path, f"digest of {path}", 8, 4, 100)
+
+    def restart(self) -> None:
+        """Without an adapter."""
+        self.crash(list(self.requests))
+        self.recover()
+
+
+async def start_with_adapter(*addresses: str | None) -> tuple[EngineRouter, list[AdapterEngine], str]:
+    engines = [AdapterEngine() for _ in addresses]
+    members = [RouterReplica(str(i), engines[i], address) for i, address in enumerate(addresses)]
+    client = EngineRouter(members)
+    await client.start()
+    return client, engines, (await client.load_adapter("a")).digest
+
+
+async def test_requests_go_where_their_adapter_is() -> None:
+    """One engine was restarted without it. Where no engine has it, they are refused."""
+    client, engines, digest = await start_with_adapter(None, None)
+    engines[0].restart()
+    for number in range(4):
+        listen(client, str(number), adapter=digest)
+    assert [len(engine.requests) for engine in engines] == [0, 4]
+    engines[1].status = "unresponsive"
+    waits = listen(client, "4", adapter=digest)
+    assert list(client._waiting) == ["4"] and not waits.is_ended
+    engines[1].restart()
+    assert sum(len(engine.requests) for engine in engines) == 5
+    await client.close()
+
+
+async def test_replica_without_an_adapter_gets_the_other_requests(caplog: pytest.LogCaptureFixture) -> None:
+    client, engines, digest = await start_with_adapter(None, "host:1")
+    engines[1].has_files = False
+    engines[1].restart()
+    await wait_until_async(lambda: "replica 1 has no adapter a: a is gone" in caplog.text)
+    for number in range(4):
+        listen(client, str(number), adapter=digest if number < 2 else "")
+    assert list(engines[0].requests) == ["0", "1"] and list(engines[1].requests) == ["2", "3"]
+    engines[1].has_files = True
+    engines[1].restart()
+    await wait_until_async(lambda: digest in client._replicas.members["1"].adapters)
+    await client.close()
+
+
 async def test_reload_keeps_requests_that_run_beyond_their_queue_deadline() -> None:
     client, (engine,) = await start(1)
     now_s = time.monotonic()
@@ -390,6 +449,31 @@ async def test_reload_keeps_requests_that_run_beyond_their_queue_deadline() -> N
     assert not caller.is_ended
     engine.recover()
     assert list(engine.requests) == ["1~1"]
+    await client.close()
+
+
+async def test_reload_replaces_the_others_of_a_dead_replica() -> None:
+    """It is started again itself."""
+    client, engines = await start(3)
+    engines[0].crash(status="dead")
+    engines[0].status = "ok"
+
+    async def reload(error: EngineDead | None = None) -> AsyncIterator[str]:
+        if error is not None:
+            raise error
+        yield "replaced"
+
+    engines[1].reload = partial(reload, EngineDead("no memory"))  # type: ignore[method-assign]
+    engines[2].reload = reload  # type: ignore[method-assign]
+    lines: list[str] = []
+    with pytest.raises(EngineDead, match=r"^replica 1: no memory$"):
+        async for line in client.reload():
+            lines.append(line)
+    assert [line for line in lines if "moving" not in line] == [
+        "replica 0: starting it again",
+        "replica 2: replaced",
+    ]
+    assert all(replica.is_ready for replica in client._replicas)
     await client.close()
 
 
@@ -437,6 +521,50 @@ async def test_requests_wait_for_one_of_several_engines_for_a_time() -> None:
     await wait_until_async(lambda: caller.is_ended)
     error = error_of(caller)
     assert isinstance(error, NoReplica) and "replica 0 is unresponsive" in error.message
+    await client.close()
+
+
+async def test_wait_for_room_ends_in_the_queue_of_a_full_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with an error: a replica is ready all the time."""
+    client, engines = await start(2)
+    assert client.info is not None
+    limit = client.info.resolved.max_num_seqs
+    callers = [listen(client, str(number)) for number in range(2 * limit)]
+    engines[0].crash(list(engines[0].requests))
+    late_s = time.monotonic() + 61
+    client._expire(late_s)
+    client._place_waiting()
+    assert len(client._waiting) == limit and not any(caller.is_ended for caller in callers)
+    monkeypatch.setattr(router, "time", SimpleNamespace(monotonic=lambda: late_s))
+    client._place_waiting()
+    assert not client._waiting and len(engines[1].requests) == 2 * limit
+    await client.close()
+
+
+async def test_suspects_that_wait_for_their_turn_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the time without a ready replica counts, though the first suspect crashes it at once."""
+    client, engines = await start(2)
+    now_s = time.monotonic()
+    monkeypatch.setattr(router, "time", SimpleNamespace(monotonic=lambda: now_s))
+    engines[1].crash()
+    callers = [listen(client, str(number)) for number in range(3)]
+    for _ in range(CRASHES_TO_SUSPECT):
+        engines[0].crash(list(engines[0].requests))
+        engines[0].recover()
+    assert len(engines[0].requests) == 1 and len(client._waiting) == 2
+    now_s += 100
+    client._expire(now_s)
+    for _ in range(CRASHES_TO_REFUSE):
+        client._place_waiting()
+        engines[0].crash(list(engines[0].requests))
+        now_s += 40
+        client._expire(now_s)
+        engines[0].recover()
+    assert [caller.is_ended for caller in callers] == [True, False, False]
+    engines[0].crash(list(engines[0].requests))
+    now_s += 61
+    client._expire(now_s)
+    assert all(isinstance(error_of(caller), NoReplica) for caller in callers[1:])
     await client.close()
 
 
@@ -534,6 +662,82 @@ async def test_failing_callbacks_lose_no_event() -> None:
     await client.close()
 
 
+async def test_refusal_of_a_draining_server_moves_the_request() -> None:
+    """It did not run there: its queue deadline stays."""
+    client, engines = await start(2)
+    late = listen(client, "1", arrival_s=0.0, queue_deadline_s=time.monotonic() + 100)
+    assert list(engines[0].requests) == ["1"]
+    engines[0].status = "draining"
+    engines[0].fail("1", ShuttingDown("no new requests"))
+    ((request, _),) = engines[1].requests.values()
+    assert request.id == "1~1" and request.queue_deadline_s is not None and not late.is_ended
+    await client.close()
+
+
+class RefusingEngine(ScriptedEngine):
+    """Its client cannot send one request."""
+
+    refused = "1"
+
+    def listen(self, request: Request, on_event: Callable[[Event], None]) -> None:
+        if request.id.partition("~")[0] == self.refused:
+            raise ValueError("not serializable")
+        super().listen(request, on_event)
+
+
+async def test_request_that_cannot_be_sent_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It waits first: the end of another request and a drain go on beside its failure."""
+    engines = [RefusingEngine(), RefusingEngine()]
+    client = EngineRouter([RouterReplica(str(index), engine) for index, engine in enumerate(engines)])
+    await client.start()
+    for engine in engines:
+        engine.crash()
+    caller, others = listen(client, "1"), [listen(client, "2"), listen(client, "3")]
+    engines[0].recover()
+    assert set(engines[0].requests) == {"2", "3"} and not client._waiting
+    engines[0].step("2", LENGTH)
+    await wait_until_async(lambda: caller.is_ended)
+    assert isinstance(error_of(caller), RequestFailed) and "request 1 could not be sent" in caplog.text
+    late = listen(client, "1")
+    assert not late.is_ended, "no event comes before listen() returns"
+    engines[1].recover()
+    await client.drain("0")
+    assert list(engines[1].requests) == ["3~1"] and list(client._replicas.members) == ["1"]
+    engines[1].step("3~1", LENGTH)
+    await wait_until_async(lambda: late.is_ended)
+    assert all(isinstance(other.last, TokenEvent) and other.is_ended for other in others)
+    assert not client._requests and not any(replica.requests for replica in client._replicas)
+    await client.close()
+
+
+async def test_last_event_comes_before_waiting_requests_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (engine,) = await start(1)
+    caller = listen(client, "1")
+    ended: list[bool] = []
+    monkeypatch.setattr(client, "_place_waiting", lambda: ended.append(caller.is_ended))
+    engine.step("1", LENGTH)
+    assert ended == [True]
+    await client.close()
+
+
+async def test_tick_goes_on_after_a_failing_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, (engine,) = await start(1)
+
+    def check_replicas() -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(router, "TICK_S", 0.0)
+    monkeypatch.setattr(client, "_check_replicas", check_replicas)
+    engine.crash()
+    listen(client, "1")
+    engine.status = "ok"
+    await wait_until_async(lambda: "1" in engine.requests)
+    assert caplog.text.count("check_replicas failed") == 1
+    await client.close()
+
+
 @pytest.mark.parametrize("num_engines", [1, 2])
 async def test_folder_of_kv_blocks_is_that_of_the_last_engine(num_engines: int) -> None:
     client, engines = await start(num_engines)
@@ -572,6 +776,19 @@ async def test_only_several_engines_have_names(num_engines: int, names: list[str
     assert client.readiness == Readiness("ok" if detail else "restarting", detail)
     await client.close()
     log_model.set("")
+
+
+async def test_steps_name_each_engine_of_a_server_elsewhere() -> None:
+    """Each has counters of its own. They go on after a lost connection."""
+    engine, steps = ScriptedEngine(), list[StepStats]()
+    client = EngineRouter([RouterReplica("host", engine, "host:1")])
+    await client.start()
+    client.on_step = steps.append
+    for stats in (StepStats(4), StepStats(7, replica="0"), StepStats(5, replica="1")):
+        engine.callbacks.on_step(stats)
+    engine.crash()
+    assert [(stats.step, stats.replica) for stats in steps] == [(4, "host"), (7, "host/0"), (5, "host/1")]
+    await client.close()
 
 
 async def test_prompt_of_the_only_engine_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,6 +865,36 @@ async def start_elsewhere(
     await client.start()
     await wait_until_async(lambda: all(engine.alive for engine in engines))
     return client, engines
+
+
+async def test_drain_of_a_server_that_never_answered_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    client, _ = await start(2)
+    client.add(RouterReplica("host", RemoteClient("http://127.0.0.1:9", "key"), "host"))
+    await wait_until_async(lambda: client.replica_states()[2].detail.startswith("no connection"))
+    await client.drain("host")
+    await wait_until_async(lambda: len(client._tasks) == 1)  # the tick
+    assert "could not be started" not in caplog.text
+    await client.close()
+
+
+@pytest.mark.parametrize(("status", "moves"), [("unresponsive", True), ("restarting", False)])
+async def test_suspects_do_not_wait_for_a_lost_server(status: str, moves: bool) -> None:
+    """They run in another one then."""
+    client, engines = await start_elsewhere(None, 2048, 2048)
+    listen(client, "1")
+    for _ in range(CRASHES_TO_SUSPECT):
+        (engine,) = (each for each in engines if each.requests)
+        engine.crash(list(engine.requests))
+    assert list(client._waiting) == ["1"]
+    engine.status = status
+    for _ in range(router.MAX_LOST_TICKS - 1):
+        client._check_replicas()
+    (other,) = (each for each in engines if each is not engine)
+    other.status = "ok"
+    client._check_replicas()
+    client._place_waiting()
+    assert bool(other.requests) == moves and not engine.requests
+    await client.close()
 
 
 @pytest.mark.parametrize("contexts", [(1024, 2048, 4096), (4096, 2048, 1024)])

@@ -188,6 +188,25 @@ def test_draining_server_says_so_and_ends_idle_sessions() -> None:
         assert node.http.post(SESSIONS, headers=BEARER).status_code == 503
 
 
+def test_draining_server_lets_open_requests_finish() -> None:
+    """Its router may still send messages; a new request is refused, together with the status."""
+    with run_server(Config(engine_key=KEY)) as node, session(node) as (session_id, lines):
+        node.set_output(FakeOutput(hang_after=1))
+        assert send(node, session_id, submission(f"{session_id}-1")).status_code == 204
+        drain = node.app.state.engine_sessions._drain
+        drain.stopping = drain.draining = True
+        assert send(node, session_id, submission(f"{session_id}-2")).status_code == 204
+        reports = map(json.loads, lines)
+        events, *_, status = next(report for report in reports if "ShuttingDown" in str(report[0]))
+        assert events[-1]["request_id"] == f"{session_id}-2" and status[0]["status"] == "draining"
+        assert node.client.live == {f"{session_id}-1"}
+        removal = {"remove": {"request_id": f"{session_id}-1"}}
+        assert send(node, session_id, removal).status_code == 204
+        assert not node.client.live
+        for _ in lines:  # until the server ends it
+            pass
+
+
 def test_session_of_a_dead_engine_is_refused(node: RunningServer) -> None:
     with run_server(Config(engine_key=KEY)) as other:
         other.client.kill()

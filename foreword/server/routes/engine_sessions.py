@@ -47,10 +47,10 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import ForewordError, InvalidRequest, shown
+from foreword.errors import ForewordError, InvalidRequest, ShuttingDown, shown
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
-from foreword.server.health import STOPPING_MESSAGE, DrainState
+from foreword.server.health import REFUSAL_MESSAGE, STOPPING_MESSAGE, DrainState
 from foreword.server.registry import ModelsDep
 
 logger = logging.getLogger("foreword.serve")
@@ -137,7 +137,8 @@ class _Session:
         loop = asyncio.get_running_loop()
         status_s = loop.time()  # when the next status is due
         while not self._is_over():
-            is_due = loop.time() >= status_s
+            # A refusal comes with the status, so that the router chooses another engine.
+            is_due = loop.time() >= status_s or self._drain.draining
             if is_due:
                 status_s = loop.time() + HEARTBEAT_S
             yield REPORT.dumps(self._take_report(is_due)) + b"\n"
@@ -237,6 +238,8 @@ class _Session:
     def _submit(self, request: EngineRequest) -> None:
         self._open.add(request.id)
         try:
+            if self._drain.draining:
+                raise ShuttingDown(REFUSAL_MESSAGE)
             self.client.listen(request, self._on_event)
         except ForewordError as error:
             self._on_event(ErrorEvent(request.id, error))
