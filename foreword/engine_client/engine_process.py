@@ -12,9 +12,8 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -25,7 +24,7 @@ from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import PendingCalls, is_last
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import HeartbeatPage, read_proc_stat
-from foreword.engine_client.messages import SHARED_FDS, AddImage, DropImage, RemoveRequest
+from foreword.engine_client.messages import SHARED_FDS, RemoveRequest, SentImages
 from foreword.errors import ConfigError, EngineDead, RequestFailed
 from foreword.utils.threads import run_in_own_thread
 
@@ -352,34 +351,3 @@ class ProcessSession:
         while self._open:  # a listener may remove others
             request_id = next(iter(self._open))
             self._open.pop(request_id).on_event(ErrorEvent(request_id, error))
-
-
-class SentImages:
-    """Images that an engine has: it gets each image once, and keeps it until its last request ends."""
-
-    def __init__(self) -> None:
-        self._ref_counts: Counter[bytes] = Counter()
-
-    def add(self, request: Request) -> list[AddImage | Request]:
-        """Images that the engine lacks, then the request without pixels."""
-        if not request.images:
-            return [request]
-        images = {image.digest: image for image in request.images}
-        new = [
-            AddImage(digest, image.pixels)
-            for digest, image in images.items()
-            if image.pixels is not None and not self._ref_counts[digest]
-        ]
-        self._ref_counts.update(images.keys())
-        bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
-        return [*new, bare]
-
-    def remove(self, request: Request) -> list[DropImage]:
-        """Images that no open request has."""
-        released = []
-        for digest in {image.digest for image in request.images}:
-            self._ref_counts[digest] -= 1
-            if not self._ref_counts[digest]:
-                del self._ref_counts[digest]
-                released.append(DropImage(digest))
-        return released

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
+from foreword.core.request import Request
 from foreword.errors import ForewordError
 from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
@@ -122,3 +124,34 @@ class AdapterReply:
 
     call: int
     result: AdapterInfo | ForewordError | None
+
+
+class SentImages:
+    """Images that an engine has: it gets each image once, and keeps it until its last request ends."""
+
+    def __init__(self) -> None:
+        self._ref_counts: Counter[bytes] = Counter()
+
+    def add(self, request: Request) -> list[AddImage | Request]:
+        """Images that the engine lacks, then the request without pixels."""
+        if not request.images:
+            return [request]
+        images = {image.digest: image for image in request.images}
+        new = [
+            AddImage(digest, image.pixels)
+            for digest, image in images.items()
+            if image.pixels is not None and not self._ref_counts[digest]
+        ]
+        self._ref_counts.update(images.keys())
+        bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
+        return [*new, bare]
+
+    def remove(self, request: Request) -> list[DropImage]:
+        """Images that no open request has."""
+        released = []
+        for digest in {image.digest for image in request.images}:
+            self._ref_counts[digest] -= 1
+            if not self._ref_counts[digest]:
+                del self._ref_counts[digest]
+                released.append(DropImage(digest))
+        return released

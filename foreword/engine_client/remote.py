@@ -22,7 +22,14 @@ from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, 
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineCallbacks, PendingCalls, ReplicaClient, is_last
-from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
+from foreword.engine_client.messages import (
+    AddImage,
+    LoadAdapter,
+    RemoveRequest,
+    SendBlocks,
+    SentImages,
+    UnloadAdapter,
+)
 from foreword.engine_client.remote_messages import (
     CLIENT_INTERVAL_S,
     GREETING,
@@ -55,7 +62,8 @@ MAX_DRAFTED: Final = 1 << 12  # far above the longest draft of an event
 MAX_ERROR_CHARS: Final = 300  # length of a server's answer in our errors
 
 OnEvent = Callable[[Event], None]
-_Message = tuple[str, bytes]  # (number of the request that it submits or "", JSON)
+# (number of the request that it submits or "", JSON; an image is written as such when it is sent)
+_Message = tuple[str, bytes | AddImage]
 
 
 class _Disconnected(Exception):
@@ -361,6 +369,7 @@ class _Session:
         # By number in this session: late events of a request never reach a later one with its id.
         self._open: dict[str, tuple[Request, OnEvent]] = {}
         self._numbers: dict[str, str] = {}  # numbers by request id
+        self._images = SentImages()
         self.calls = PendingCalls()
         self._outbox: list[_Message] = []
         self._has_messages = asyncio.Event()
@@ -381,7 +390,13 @@ class _Session:
             queue_deadline_s=None if queue_deadline_s is None else queue_deadline_s + offset_s,
             deadline_s=None if deadline_s is None else deadline_s + offset_s,
         )
-        self.send(SessionMessage(request=remote), number)  # it may raise: then the request is not open
+        bare = replace(remote, images=tuple(image.without_pixels() for image in request.images))
+        message = _dump(SessionMessage(request=bare))  # it may raise: then the request is not open
+        for image in self._images.add(request)[:-1]:
+            assert isinstance(image, AddImage)
+            self._outbox.append(("", image))
+        self._outbox.append((number, message))
+        self._has_messages.set()
         self._open[number] = request, on_event
         self._numbers[request.id] = number
 
@@ -389,8 +404,13 @@ class _Session:
         """End a request, if it is open."""
         number = self._numbers.pop(request_id, None)
         if number is not None:
-            del self._open[number]
+            request, _ = self._open.pop(number)
             self.send(SessionMessage(remove=RemoveRequest(number, num_tokens)))
+            self._drop_images(request)
+
+    def _drop_images(self, request: Request) -> None:
+        for image in self._images.remove(request):
+            self.send(SessionMessage(drop_image=image))
 
     def open_ids(self) -> Collection[str]:
         return self._numbers.keys()
@@ -411,6 +431,7 @@ class _Session:
                 own = replace(event, request_id=request.id, scheduled_s=scheduled_s)
         if is_last(own):
             del self._open[event.request_id], self._numbers[request.id]
+            self._drop_images(request)
         return on_event, own
 
     def close(self, error: ForewordError) -> None:
@@ -432,8 +453,8 @@ class _Session:
 
     # Messages
 
-    def send(self, message: SessionMessage, number: str = "") -> None:
-        self._outbox.append((number, MESSAGES.dumps([message])[1:-1]))
+    def send(self, message: SessionMessage) -> None:
+        self._outbox.append(("", _dump(message)))
         self._has_messages.set()
 
     async def write(self, on_refused: Callable[[RemoteError], None]) -> NoReturn:
@@ -448,7 +469,11 @@ class _Session:
                 await self._post(batch, on_refused)
 
     async def _post(self, batch: Sequence[_Message], on_refused: Callable[[RemoteError], None]) -> None:
-        body = b"[" + b",".join(message for _, message in batch) + b"]"
+        messages = (
+            _dump(SessionMessage(add_image=message)) if isinstance(message, AddImage) else message
+            for _, message in batch
+        )
+        body = b"[" + b",".join(messages) + b"]"
         response = await self._http.post(f"{SESSIONS_PATH}/{self._id}/messages", content=body)
         if response.status_code == httpx.codes.NO_CONTENT:
             return
@@ -471,14 +496,19 @@ def _is_within_bounds(event: TokenEvent, vocab_size: int) -> bool:
     return event.index >= 0 and all(0 <= token_id < vocab_size for token_id in event.token_ids)
 
 
+def _dump(message: SessionMessage) -> bytes:
+    return MESSAGES.dumps([message])[1:-1]
+
+
 def _batches(messages: Sequence[_Message]) -> Iterator[Sequence[_Message]]:
     """The messages in parts of at most MAX_BATCH_BYTES; without messages one empty part."""
     start = size = 0
     for index, (_, message) in enumerate(messages):
-        if index > start and size + len(message) > MAX_BATCH_BYTES:
+        num_bytes = len(message.pixels) if isinstance(message, AddImage) else len(message)
+        if index > start and size + num_bytes > MAX_BATCH_BYTES:
             yield messages[start:index]
             start, size = index, 0
-        size += len(message)
+        size += num_bytes
     yield messages[start:]
 
 

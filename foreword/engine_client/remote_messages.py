@@ -20,7 +20,14 @@ from foreword.config.lora import AdapterInfo
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
-from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
+from foreword.engine_client.messages import (
+    AddImage,
+    DropImage,
+    LoadAdapter,
+    RemoveRequest,
+    SendBlocks,
+    UnloadAdapter,
+)
 from foreword.errors import ForewordError
 from foreword.planning.resolve import EngineInfo
 
@@ -133,7 +140,9 @@ class SessionReport(NamedTuple):
 class SessionMessage:
     """A message of the client: one of the fields."""
 
-    request: Request | None = None
+    request: Request | None = None  # its images without pixels
+    add_image: AddImage | None = None
+    drop_image: DropImage | None = None
     remove: RemoveRequest | None = None
     load_adapter: LoadAdapter | None = None
     unload_adapter: UnloadAdapter | None = None

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.config.options import Config
+from foreword.config.units import parse_bytes
 from foreword.errors import ModelLoading
 from foreword.server.admission import AdmissionMiddleware
 from foreword.server.apis import completions, embeddings, ranking
@@ -102,7 +103,9 @@ def create_app(models: ServedModels, health: Health, drain: DrainState, request_
     if any(model.config.remote_urls for model in models.models):
         app.include_router(replicas.router)
     elif models.config.engine_key is not None:
-        app.state.engine_sessions = engine_sessions.EngineSessions(drain)
+        app.state.engine_sessions = engine_sessions.EngineSessions(
+            drain, parse_bytes("image_memory", models.config.image_memory)
+        )
         app.include_router(engine_sessions.router)
     add_error_handlers(app, SUGGESTED_PATHS)
     _add_middleware(app, models, drain, request_log)

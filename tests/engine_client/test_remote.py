@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 
 from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.config.options import Config
+from foreword.core.images import PromptImage
 from foreword.core.outputs import DraftResult, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
@@ -106,6 +108,34 @@ async def test_request_arrives_as_it_was_sent(node: RunningServer) -> None:
     sent = node.client.submitted[0]
     assert replace(sent, id=request.id, arrival_s=request.arrival_s) == request
     assert sent.arrival_s == pytest.approx(request.arrival_s, abs=1.0)  # one clock here, less the way
+
+
+async def test_image_of_several_choices_is_sent_once(node: RunningServer) -> None:
+    """128 choices sent its pixels 128 times, written as JSON on the event loop."""
+    image = PromptImage(bytes(16), 2, (1, 1, 2), (8, 8), (1, 3, 8, 8), bytes(range(192)), start=0)
+    node.set_output(FakeOutput("answer", hang_after=1))
+    async with connected(node.url) as client:
+        session = client._open_session
+        bodies: list[bytes] = []
+        post = session._http.post
+
+        async def recorded(path: str, content: bytes) -> httpx.Response:
+            bodies.append(content)
+            return await post(path, content=content)
+
+        session._http.post = recorded  # type: ignore[method-assign, assignment]
+        requests = [make_request(f"r{n}", images=(image,)) for n in range(3)]
+        for request in requests:
+            client.listen(request, lambda event: None)
+        await wait_until_async(lambda: len(node.client.submitted) == 3)
+        assert [request.images for request in node.client.submitted] == [(image,)] * 3
+        assert b"".join(bodies).count(base64.b64encode(image.pixels or b"")) == 1
+        for request in requests:
+            client.remove(request.id)
+        await wait_until_async(lambda: b'"drop_image":{' in b"".join(bodies))
+        client.listen(make_request("again", images=(image,)), lambda event: None)
+        await wait_until_async(lambda: len(node.client.submitted) == 4)
+        assert b"".join(bodies).count(base64.b64encode(image.pixels or b"")) == 2
 
 
 async def test_clocks_of_two_machines_may_differ(

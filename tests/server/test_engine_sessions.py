@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ IMAGE = {
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RunningServer]:
-    with run_server(Config(engine_key=KEY, api_key="key of clients"), key="key of clients") as server:
+    config = Config(engine_key=KEY, api_key="key of clients", image_memory="2MiB")
+    with run_server(config, key="key of clients") as server:
         yield server
 
 
@@ -90,7 +92,7 @@ def test_short_engine_key_is_refused(key: str) -> None:
     ("message", "text", "param"),
     [
         ({"requst": {}}, "[0].requst", "[0].requst"),
-        ({}, "[0] must have one of request, remove, ", "[0]"),
+        ({}, "[0] must have one of request, add_image, ", "[0]"),
         (submission("other-1"), "[0].request.id must begin with", "[0].request.id"),
         (submission("x", prompt_ids=["a"]), "must be an integer, got 'a'", "[0].request.prompt_ids[0]"),
         (submission("x", params={"top_p": 2}), "top_p must be above 0 and at most 1", "top_p"),
@@ -106,6 +108,16 @@ def test_short_engine_key_is_refused(key: str) -> None:
         (submission("x", images=[IMAGE | {"grid_thw": [1, -1, -1]}]), "between 1 and 16777216", "messages"),
         (submission("x", images=[IMAGE | {"shape": [1, 3, 2**31, 1]}]), "between 1 and", "messages"),
         (submission("x", images=[IMAGE | {"original_size": [0, 1]}]), "between 1 and", "messages"),
+        (
+            submission("x", images=[IMAGE]),
+            "must come without pixels, after an add_image",
+            "[0].request.images[0]",
+        ),
+        (
+            {"add_image": {"digest": "", "pixels": base64.b64encode(bytes(3 << 20)).decode()}},
+            "the images of a session may have 2097152 bytes (--image-memory)",
+            "[0].add_image",
+        ),
         (
             {"remove": {"request_id": "x", "num_tokens": -1}},
             "must be at least 0, got -1",

@@ -15,8 +15,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import fields
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import fields, replace
 from typing import Annotated, Any, Final
 from weakref import WeakSet
 
@@ -61,7 +61,9 @@ MAX_CALLS: Final = 64  # open calls of a session, each a task
 class EngineSessions:
     """The open sessions of all models."""
 
-    def __init__(self, drain: DrainState) -> None:
+    def __init__(self, drain: DrainState, image_bytes: int) -> None:
+        """image_bytes  limits the pixels of each session"""
+        self._image_bytes = image_bytes
         build_digest()  # cached now: an update may replace the files later
         self._drain = drain
         self._sessions: dict[str, _Session] = {}
@@ -70,7 +72,7 @@ class EngineSessions:
 
     def open(self, client: EngineClient) -> _Session:
         self._watch(client)
-        session = _Session(client, self._drain, self._sessions.pop)
+        session = _Session(client, self._drain, self._image_bytes, self._sessions.pop)
         self._sessions[session.id] = session
         client.request_blocks()
         return session
@@ -115,12 +117,16 @@ class EngineSessions:
 class _Session:
     """A router's open requests and unsent reports."""
 
-    def __init__(self, client: EngineClient, drain: DrainState, on_close: Callable[[str], Any]) -> None:
+    def __init__(
+        self, client: EngineClient, drain: DrainState, image_bytes: int, on_close: Callable[[str], Any]
+    ) -> None:
         self.id = secrets.token_hex(4)
         self.client = client
         self._drain = drain
         self._on_close = on_close
         self._open: set[str] = set()  # ids of requests
+        self._pixels: dict[bytes, bytes] = {}  # by the digest of an image, until the router drops it
+        self._image_bytes = image_bytes
         self._events: list[TokenEvent | EmbeddingEvent | RemoteError] = []
         self._steps: list[StepStats] = []
         self._blocks: list[BlockUpdate] = []
@@ -193,14 +199,19 @@ class _Session:
         """Act on the router's messages. Raises InvalidRequest before the first of them is acted on."""
         self._heard_s = time.monotonic()
         new_ids: set[str] = set()
+        images = {digest: len(pixels) for digest, pixels in self._pixels.items()}
         for index, message in enumerate(messages):
-            self._check(f"[{index}]", message, new_ids)
+            self._check(f"[{index}]", message, new_ids, images)
         num_calls = sum(_call_of(message) is not None for message in messages)
         if num_calls + len(self._calls) > MAX_CALLS:
             raise InvalidRequest(f"a session may have {MAX_CALLS} open calls of adapters and reloads")
         for message in messages:
             if message.request is not None:
                 self._submit(message.request)
+            elif message.add_image is not None:
+                self._pixels[message.add_image.digest] = message.add_image.pixels
+            elif message.drop_image is not None:
+                self._pixels.pop(message.drop_image.digest, None)
             elif message.remove is not None:
                 self._remove(message.remove.request_id, message.remove.num_tokens)
             elif message.send_blocks is not None:
@@ -210,23 +221,39 @@ class _Session:
                 self._calls.add(task)
                 task.add_done_callback(self._calls.discard)
 
-    def _check(self, field: str, message: SessionMessage, new_ids: set[str]) -> None:
+    def _check(
+        self, field: str, message: SessionMessage, new_ids: set[str], images: dict[bytes, int]
+    ) -> None:
+        """images  bytes of the pixels that the session has then, by digest; it is updated"""
         if sum(getattr(message, each.name) is not None for each in fields(SessionMessage)) != 1:
             raise InvalidRequest(
-                f"{field} must have one of request, remove, load_adapter, unload_adapter", field
+                f"{field} must have one of {', '.join(each.name for each in fields(SessionMessage))}", field
             )
         if message.remove is not None and (message.remove.num_tokens or 0) < 0:
             problem = f"must be at least 0, got {message.remove.num_tokens:.40g}"
             raise InvalidRequest(f"{field}.remove.num_tokens {problem}", f"{field}.remove.num_tokens")
+        if message.add_image is not None:
+            images[message.add_image.digest] = len(message.add_image.pixels)
+            if sum(images.values()) > self._image_bytes:
+                problem = f"the images of a session may have {self._image_bytes} bytes (--image-memory)"
+                raise InvalidRequest(f"{field}.add_image: {problem}", f"{field}.add_image")
+        if message.drop_image is not None:
+            images.pop(message.drop_image.digest, None)
         if message.request is not None:
-            self._check_request(f"{field}.request", message.request, new_ids)
+            self._check_request(f"{field}.request", message.request, new_ids, images)
 
-    def _check_request(self, field: str, request: EngineRequest, new_ids: set[str]) -> None:
+    def _check_request(
+        self, field: str, request: EngineRequest, new_ids: set[str], images: Mapping[bytes, int]
+    ) -> None:
         assert self.client.info is not None, "a served engine has info"
         times = (request.arrival_s, request.queue_deadline_s, request.deadline_s)
         if not all(time_s is None or math.isfinite(time_s) for time_s in times):
             raise InvalidRequest(f"{field}: its times must be finite", field)
         request.check_bounds(self.client.info.vocab_size)
+        for index, image in enumerate(request.images):
+            if image.pixels is not None or images.get(image.digest) != image.num_bytes:
+                problem = f"must come without pixels, after an add_image with {image.num_bytes} bytes"
+                raise InvalidRequest(f"{field}.images[{index}] {problem}", f"{field}.images[{index}]")
         request_id = request.id
         is_known = request_id in self._open or request_id in new_ids
         new_ids.add(request_id)
@@ -237,6 +264,8 @@ class _Session:
 
     def _submit(self, request: EngineRequest) -> None:
         self._open.add(request.id)
+        images = (replace(image, pixels=self._pixels[image.digest]) for image in request.images)
+        request = replace(request, images=tuple(images))
         try:
             if self._drain.draining:
                 raise ShuttingDown(REFUSAL_MESSAGE)
