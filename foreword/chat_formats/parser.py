@@ -97,9 +97,11 @@ class _Syntax:
         markers = sorted(bound.token_ids.items())
         self.chars = {token_id: chr(FIRST_MARKER + i) for i, (_, token_id) in enumerate(markers)}
         self.spelling = {FIRST_MARKER + i: text for i, (text, _) in enumerate(markers)}
-        # Special tokens are no text of an answer, not even where their marker has no meaning.
+        # Special tokens are no text of an answer, not even where their marker has no meaning; nor are the
+        # markers of reasoning, which models write where none is.
+        hidden = () if fmt.reasoning is None else (fmt.reasoning.begin, fmt.reasoning.end)
         self.visible = {
-            FIRST_MARKER + i: "" if token_id in bound.special_ids else text
+            FIRST_MARKER + i: "" if token_id in bound.special_ids or text in hidden else text
             for i, (text, token_id) in enumerate(markers)
         }
 
