@@ -303,7 +303,7 @@ class ProcessSession:
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
         self._open[request.id] = _OpenRequest(request, self._num_sent, on_event)
         self._num_sent += 1
-        *images, bare = self._images.add(request)
+        images, bare = self._images.add(request)
         for image in images:
             self.process.send(image)
         needs_vocabulary = request.params.structured is not None and not self._has_vocabulary

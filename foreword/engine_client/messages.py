@@ -132,10 +132,10 @@ class SentImages:
     def __init__(self) -> None:
         self._ref_counts: Counter[bytes] = Counter()
 
-    def add(self, request: Request) -> list[AddImage | Request]:
-        """Images that the engine lacks, then the request without pixels."""
+    def add(self, request: Request) -> tuple[list[AddImage], Request]:
+        """The images that the engine lacks, to send first, and the request without pixels."""
         if not request.images:
-            return [request]
+            return [], request
         images = {image.digest: image for image in request.images}
         new = [
             AddImage(digest, image.pixels)
@@ -144,7 +144,7 @@ class SentImages:
         ]
         self._ref_counts.update(images.keys())
         bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
-        return [*new, bare]
+        return new, bare
 
     def remove(self, request: Request) -> list[DropImage]:
         """Images that no open request has."""

@@ -390,11 +390,13 @@ class _Session:
             queue_deadline_s=None if queue_deadline_s is None else queue_deadline_s + offset_s,
             deadline_s=None if deadline_s is None else deadline_s + offset_s,
         )
-        bare = replace(remote, images=tuple(image.without_pixels() for image in request.images))
-        message = _dump(SessionMessage(request=bare))  # it may raise: then the request is not open
-        for image in self._images.add(request)[:-1]:
-            assert isinstance(image, AddImage)
-            self._outbox.append(("", image))
+        images, bare = self._images.add(remote)
+        try:
+            message = _dump(SessionMessage(request=bare))
+        except Exception:  # the request is not open
+            self._images.remove(remote)
+            raise
+        self._outbox += [("", image) for image in images]
         self._outbox.append((number, message))
         self._has_messages.set()
         self._open[number] = request, on_event

@@ -72,7 +72,7 @@ class EngineRouter:
         self._waiting: dict[str, RoutedRequest] = {}  # ordered by arrival
         self._suspects = CrashSuspects()
         self._quarantine: RouterReplica | None = None  # where suspects run, one after another
-        self._num_lost_ticks = 0  # in a row without it
+        self._num_lost_ticks = 0  # consecutive ticks in which it was lost
         self._reload_lock = asyncio.Lock()
         self._usage_changed = asyncio.Event()  # a request ended
         self._tasks: set[asyncio.Task[None]] = set()
@@ -343,7 +343,7 @@ class EngineRouter:
             if isinstance(event.error, EngineDead | ShuttingDown) and self.alive:
                 self._leave(routed)
                 if isinstance(event.error, EngineDead):
-                    routed.has_run |= replica.address is not None  # nobody knows
+                    routed.has_run |= replica.address is not None  # it may have run there
                 self._place(routed)
                 return
             new = ErrorEvent(routed.id, event.error)

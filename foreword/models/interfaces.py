@@ -52,7 +52,7 @@ class ParallelDraft:
     max_tokens: int  # of a draft
     samples_last_token: bool  # its row drafts the first token; else that of the first mask does
     reads_mask_state: bool  # masks read the hidden state of HeadCache.mask_slot
-    # What the token before adds to the logits of the next: int64 [R] -> float32 [R, V of the target]
+    # Bias of a token's logits by the token before it: int64 [R] -> float32 [R, V of the target]
     markov: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -78,7 +78,7 @@ class ModelInfo:
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
     draft_tokens_per_pass: int = 1  # of a trained head
     draft_extra_rows: int = 0  # rows of such a pass beyond one for each token
-    markov_parameters: int = 0  # of embedding_parameters: of a DSpark head
+    markov_parameters: int = 0  # part of embedding_parameters: the tables of a DSpark head
 
     @property
     def active_parameters(self) -> int:

@@ -32,7 +32,7 @@ def start(greeting: bytes) -> Callable[[Connection], None]:
 
 
 def _num_collections(num_lists: int) -> int:
-    """Garbage collections while so many lists are made, of which none is garbage."""
+    """Garbage collections during the creation of lists that all stay alive."""
 
     def num_runs() -> int:
         return sum(generation["collections"] for generation in gc.get_stats())

@@ -1,6 +1,6 @@
 """DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036.
 
-DSpark heads add a Markov head: what the token before adds to the logits of the next, of low rank.
+DSpark heads add a Markov head: a bias of each token's logits by the token before it, of low rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ UNUSED_DSPARK_KEYS = (
     *("ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "num_anchors", "projector_type"),
 )
 UNUSED_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
-# Beside those of the layers in DeepSpec's config, which has no `dflash_config`
+# DeepSpec's config has no `dflash_config`, and these beside the options of the layers
 DEEPSPEC_KEYS = (
     *("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "proposal_hidden_offset"),
     *("verification_block_size", *UNUSED_DSPARK_KEYS),
@@ -140,9 +140,8 @@ class DFlashConfig:
         config.require_value("tie_word_embeddings", False)
         aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
         size = config.get_int("block_size", 8, low=2)
-        is_dspark = _is_dspark(config)
         samples_last = config.get_bool("sample_from_anchor", False)
-        markov_rank = _read_markov(config) if is_dspark else 0
+        markov_rank = _read_markov(config) if _is_dspark(config) else 0
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
@@ -185,14 +184,8 @@ class DFlash:
 
         Raises CheckpointError for a head that does not fit the target.
         """
+        _check_target(config, target.config)
         layers, size, parallel = config.layer, config.layer.hidden_size, config.parallel
-        check_target(NAME, layers, config.target_hidden_size, target.config)
-        num_layers = len(target.config.layer_types)
-        if config.num_target_layers not in (None, num_layers):
-            counts = f"{config.num_target_layers} layers, this one has {num_layers}"
-            raise head_mismatch(NAME, f"is made for a model of {counts}")
-        check_aux_layers(NAME, config.aux_layers, num_layers)
-        check_draft_vocab(NAME, layers, config.draft_vocab_size, parallel.mask_token_id)
         self.aux_layers = config.aux_layers
         self._config = config
         self._ops = ops
@@ -217,9 +210,8 @@ class DFlash:
         vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
         self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
-        markov_parameters = weights.num_parameters
         self.parallel = replace(parallel, markov=self._load_markov(target, precision, weights, vocab_ids))
-        markov_parameters = weights.num_parameters - markov_parameters
+        markov_parameters = config.markov_rank * (target.vocab_size + config.draft_vocab_size)
         own_rows = layers.vocab_size * is_own + config.draft_vocab_size
         own_parameters = own_rows * size if lm_head is not target.lm_head else 0
         self.info = replace(
@@ -279,6 +271,17 @@ class DFlash:
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 0)
+
+
+def _check_target(config: DFlashConfig, target: DecoderConfig) -> None:
+    """Raises CheckpointError for a head that does not fit."""
+    num_layers = len(target.layer_types)
+    check_target(NAME, config.layer, config.target_hidden_size, target)
+    if config.num_target_layers not in (None, num_layers):
+        counts = f"{config.num_target_layers} layers, this one has {num_layers}"
+        raise head_mismatch(NAME, f"is made for a model of {counts}")
+    check_aux_layers(NAME, config.aux_layers, num_layers)
+    check_draft_vocab(NAME, config.layer, config.draft_vocab_size, config.parallel.mask_token_id)
 
 
 def _kinds(config: ConfigReader) -> str:

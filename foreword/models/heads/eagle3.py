@@ -51,7 +51,7 @@ LAYER_TYPES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 WINDOW_KEYS = ("max_window_layers", "use_sliding_window", "sliding_window")  # of Qwen
 # What training and the training framework write, without effect here
 UNUSED_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-TARGET_KEYS = ("decoder_sparse_step", "target_model_type")  # of the target, copied by SpecForge
+TARGET_KEYS = ("decoder_sparse_step", "target_model_type")  # the target's own, copied by SpecForge
 # eagle_config of NVIDIA's ModelOpt: these are what EAGLE-3 is
 EAGLE_CONFIG_VALUES = {
     "use_aux_hidden_state": True,

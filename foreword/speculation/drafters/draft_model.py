@@ -164,7 +164,7 @@ class EagerDraftLoop:
         with_prev_slots: bool = False,
         markov: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """markov  as of ParallelDraft"""
+        """markov  see ParallelDraft"""
         self._forward = forward
         self._ops = ops
         self._sampler = sampler

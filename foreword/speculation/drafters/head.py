@@ -57,7 +57,7 @@ class HeadDrafter(ModelBasedDrafter):
         self.name = head.method
         forward = head.compile_draft(kv)
         markov = None if head.parallel is None else head.parallel.markov
-        # The loop samples all tokens of a pass apart
+        # The native loop samples the tokens of a pass independently of each other
         self._draft_loop = forward if isinstance(forward, DraftLoop) and markov is None else None
         options = (kv.block_size, kv.device, head.uses_mrope)
         self._eager_loop = EagerDraftLoop(
