@@ -32,8 +32,8 @@ def read_body(body_class: type[StrictModel], data: bytes) -> StrictModel:
         raise InvalidRequest(UNREADABLE) from None
     # Brackets are counted first, which is quick; some of them may be inside of texts.
     might_exceed = data.count(b"[") + data.count(b"{") > MAX_CONTAINERS
-    if might_exceed and (count := count_containers(value)) > MAX_CONTAINERS:
-        raise OverBudget(f"the body holds {count} lists and objects; the limit is {MAX_CONTAINERS}")
+    if might_exceed and holds_more_containers(value, MAX_CONTAINERS):
+        raise OverBudget(f"the body holds more than {MAX_CONTAINERS} lists and objects, the limit")
     try:
         body: StrictModel = _adapter(body_class).validate_python(value, from_attributes=True)
     except ValidationError as error:
@@ -42,15 +42,16 @@ def read_body(body_class: type[StrictModel], data: bytes) -> StrictModel:
     return body
 
 
-def count_containers(value: Any) -> int:
-    """Lists and objects inside a value of JSON, which is one itself."""
-    count, pending = 0, [value]
-    while pending:
+def holds_more_containers(value: Any, limit: int) -> bool:
+    """Whether a value of JSON, itself a list or an object, has more of them in it, counted with it."""
+    count, pending = 1, [value]
+    while pending and count <= limit:
         items = pending.pop()
-        count += 1
         values = items.values() if isinstance(items, dict) else items
-        pending += [item for item in values if isinstance(item, (list, dict))]
-    return count
+        inner = [item for item in values if isinstance(item, (list, dict))]
+        count += len(inner)
+        pending += inner
+    return count > limit
 
 
 @cache

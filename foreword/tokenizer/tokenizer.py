@@ -24,13 +24,20 @@ from tokenizers import AddedToken
 from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.families import FORMATS
 from foreword.core.structured_output import Vocabulary
-from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
+from foreword.errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    ForewordError,
+    InvalidRequest,
+    RequestFailed,
+)
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PANIC_TYPE_NAME = "PanicException"  # a BaseException of Rust libraries, which cannot be imported
 PROBE_TEXT = "a \ue000"  # a private-use character: the unknown token
 MAX_CACHED = 256  # texts of TokenSearch
+MAX_TEXT_TOKENS = 1 << 20
 
 
 def _build_byte_alphabet() -> Mapping[str, int]:
@@ -195,10 +202,11 @@ class Tokenizer:
 
         add_special_tokens  apply tokenizer.json's post-processor; as in transformers 5, `add_bos_token` of
                             tokenizer_config.json is ignored
+        Raises ContextLengthExceeded for more than about MAX_TEXT_TOKENS.
         """
-        _check_unicode(text)
-        with translate_errors(_encode_error):  # encode_batch releases the GIL, encode does not
-            ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        self._check_text(text)
+        with translate_errors(_encode_error):
+            ids: list[int] = self._encode(text, add_special_tokens).ids
         return ids
 
     def encode_truncated(
@@ -207,10 +215,11 @@ class Tokenizer:
         """Ids and type ids of a text or a pair of texts, for encoder models.
 
         max_tokens  limit with special tokens, which are kept; of a pair, the longer text is cut first
-        Raises InvalidRequest, also if special tokens alone exceed the limit.
+        Raises InvalidRequest, also if special tokens alone exceed the limit, and ContextLengthExceeded for
+        a text of more than about MAX_TEXT_TOKENS, even if it were cut.
         """
         for part in (text, pair or ""):
-            _check_unicode(part)
+            self._check_text(part)
         with translate_errors(_encode_error):
             return self._encode_truncated(text, pair, max_tokens, add_special_tokens)
 
@@ -299,27 +308,46 @@ class Tokenizer:
     def _encode_truncated(
         self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool
     ) -> tuple[list[int], list[int]]:
-        encoded = self._backend.encode_batch(
-            [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
-        )[0]
-        if max_tokens is None or len(encoded.ids) <= max_tokens:
+        encoded = self._encode(text if pair is None else (text, pair), add_special_tokens)
+        if max_tokens is None or len(encoded) <= max_tokens:
             return encoded.ids, encoded.type_ids
-        encodings = self._backend.encode_batch(
-            [text] if pair is None else [text, pair], add_special_tokens=False
-        )
+        encodings = [self._encode(part, False) for part in (text, pair) if part is not None]
         special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
         if special > max_tokens:
             raise InvalidRequest(
                 f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens",
                 "truncate_prompt_tokens",
             )
-        lengths = _truncated_lengths([len(encoding.ids) for encoding in encodings], max_tokens - special)
+        lengths = _truncated_lengths(list(map(len, encodings)), max_tokens - special)
         for encoding, length in zip(encodings, lengths, strict=True):
             encoding.truncate(length)
         cut = self._backend.post_process(
             encodings[0], encodings[1] if pair is not None else None, add_special_tokens
         )
         return cut.ids, cut.type_ids
+
+    def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
+        # encode_batch releases the GIL, encode does not.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _check_text(self, text: str) -> None:
+        """Raises InvalidRequest for a lone surrogate, ContextLengthExceeded for too many tokens.
+
+        An encoding takes 200 bytes a token, and the GIL while it is freed. So the tokens of ever longer parts
+        of a long text are counted, until one has too many.
+        """
+        _check_unicode(text)
+        num_chars = MAX_TEXT_TOKENS
+        while num_chars < len(text):
+            with translate_errors(_encode_error):
+                num_tokens = len(self._encode(text[:num_chars], False))
+            if num_tokens > MAX_TEXT_TOKENS:
+                raise ContextLengthExceeded(
+                    f"prompt is too long: its first {num_chars} characters have {num_tokens} tokens; "
+                    f"the limit of a text is {MAX_TEXT_TOKENS}",
+                    "prompt",
+                )
+            num_chars *= 2
 
 
 @contextmanager

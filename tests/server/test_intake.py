@@ -234,7 +234,7 @@ def test_lists_and_objects_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 MB of empty lists were made again by the server in 2 s, in which its event loop was silent."""
     monkeypatch.setattr(intake_worker, "MAX_CONTAINERS", 4)
     assert isinstance(read_body(CompletionBody, b'{"prompt": [[1], {}, "[[{"]}'), CompletionBody)
-    with pytest.raises(OverBudget, match="the body holds 5 lists and objects; the limit is 4"):
+    with pytest.raises(OverBudget, match="the body holds more than 4 lists and objects"):
         read_body(CompletionBody, b'{"prompt": [[1], {"a": {}}]}')
 
 

@@ -15,6 +15,7 @@ import pytest
 from foreword.config.options import Config
 from foreword.server import intake
 from foreword.server.routes import tokenize
+from foreword.tokenizer import tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.counted_work import record_threads
@@ -96,10 +97,10 @@ def test_many_ids_are_decoded_in_a_thread(served: RunningServer, monkeypatch: py
 
 
 def test_prompt_to_tokenize_is_limited(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "MAX_PROMPT_CHARS", 5)
+    monkeypatch.setattr(tokenizer, "MAX_TEXT_TOKENS", 5)
     assert served.http.post("/tokenize", json={"prompt": "abcde"}).json()["count"] == 5
-    error = served.http.post("/tokenize", json={"prompt": "abcdef"}).json()["error"]
-    assert error["param"] == "prompt" and "6 characters; the limit is 5" in error["message"]
+    error = served.http.post("/tokenize", json={"prompt": "a" * 100}).json()["error"]
+    assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
 
 
 def test_tokenize_a_conversation(served: RunningServer) -> None:

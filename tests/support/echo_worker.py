@@ -25,22 +25,22 @@ def start(greeting: bytes) -> Callable[[Connection], None]:
         elif job == b"sleep":
             time.sleep(60)
         elif job == b"make lists":
-            job = b"collected %d times" % _num_collections(100_000)
+            lists = [[] for _ in range(300_000)]
+            job = b"collected %d times beside %d" % (_num_collections(), len(lists))
+        elif job == b"make cycles":
+            for _ in range(300_000):
+                cycle: list[object] = []
+                cycle.append(cycle)
+        elif job == b"count collections":
+            job = b"collected %d times" % _num_collections()
         connection.send_bytes(greeting + job)
 
     return handle
 
 
-def _num_collections(num_lists: int) -> int:
-    """Garbage collections during the creation of lists that all stay alive."""
-
-    def num_runs() -> int:
-        return sum(generation["collections"] for generation in gc.get_stats())
-
-    before = num_runs()
-    lists = [[] for _ in range(num_lists)]
-    assert len(lists) == num_lists
-    return num_runs() - before
+def _num_collections() -> int:
+    """Garbage collections of this process."""
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 if __name__ == "__main__":

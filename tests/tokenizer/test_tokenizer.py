@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from foreword.errors import CheckpointError, InvalidRequest, RequestFailed
+from foreword.errors import CheckpointError, ContextLengthExceeded, InvalidRequest, RequestFailed
+from foreword.tokenizer import tokenizer as module
+from foreword.tokenizer.input_processor import encode_prediction
 from foreword.tokenizer.tokenizer import Tokenizer, TokenSearch
 from tests.support.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
 from tests.support.tokenizer_builders import (
@@ -223,6 +225,29 @@ def test_lone_surrogate_is_a_bad_request() -> None:
 
 
 TOKENS = st.lists(st.text("ab\n", max_size=5).map(str.encode), max_size=30)
+
+
+def test_text_of_too_many_tokens_is_refused_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MB of rare characters took 6 GB, and the interpreter's lock for a second."""
+    tokenizer, read = byte_tokenizer(), []
+
+    def encode(text: str, add_special_tokens: bool) -> object:
+        read.append(len(text))
+        return original(text, add_special_tokens)
+
+    original = tokenizer._encode
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    monkeypatch.setattr(module, "MAX_TEXT_TOKENS", 8)
+    assert tokenizer.encode("a" * 8) == list(b"a" * 8) and read == [8]
+    for encode_text in (tokenizer.encode, lambda text: tokenizer.encode_truncated(text, None, 2)):
+        read.clear()
+        with pytest.raises(
+            ContextLengthExceeded, match=r"first 16 characters have 16 tokens; the limit .* is 8"
+        ):
+            encode_text("a" * 1000)
+        assert read == [8, 16]
+    with pytest.raises(InvalidRequest, match=r"^prediction is too long"):
+        encode_prediction("a" * 1000, tokenizer, 100)
 
 
 @given(TOKENS, st.text("ab\n", min_size=1, max_size=3).map(str.encode))

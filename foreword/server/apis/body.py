@@ -36,6 +36,7 @@ MAX_OBJECTS = 1 << 15  # most objects of a list: each takes some 20 us to valida
 LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of Markdown
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
+PART_FIELDS: Final = ("content", "tool_calls", "output")  # of messages and items: lists of parts
 MAX_ARGUMENTS_CHARS: Final = 1 << 20  # limit of one call in the history
 TOOL_FORMS: Final = {  # form of a tool, by API
     "chat": '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
@@ -191,9 +192,7 @@ def check_num_parts(count: int, field: str, limit: int | None) -> None:
 
 def count_parts(turns: Iterable[StrictModel]) -> int:
     """Messages or items, their parts and calls."""
-    names = ("content", "tool_calls", "output")
-    lists = ([getattr(turn, name, None) for name in names] for turn in turns)
-    return sum(max(1, sum(map(_num_inner, found))) for found in lists)
+    return sum(max(1, sum(map(_num_inner, map(vars(turn).get, PART_FIELDS)))) for turn in turns)
 
 
 def _num_inner(value: object) -> int:

@@ -24,7 +24,6 @@ from foreword.server.registry import ModelsDep
 from foreword.tokenizer.chat_processor import ChatTask
 from foreword.utils.threads import join_in_own_thread
 
-MAX_PROMPT_CHARS = 1 << 22  # its tokens may exceed the context: callers learn by how much
 router = APIRouter(route_class=IntakeRoute)
 
 
@@ -95,21 +94,22 @@ async def detokenize(
 async def _token_ids(
     server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
+    """Also beyond the context: callers learn by how much."""
     if body.messages is None:
-        if len(body.prompt or "") > MAX_PROMPT_CHARS:
-            raise InvalidRequest(
-                f"prompt has {len(body.prompt or '')} characters; the limit is {MAX_PROMPT_CHARS}", "prompt"
-            )
         return await server.intake.offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
     body.check_num_parts(server.max_model_len)
-    task = ChatTask(
-        to_template_messages(body.messages),
+    task = await server.intake.offload_if_large(request, lambda: _read_task(body))
+    context = permissions.request_context()
+    with rename_field({"prompt": "messages"}), ExitStack() as resources:
+        return (await build_prompt(server, request, context, task, resources)).token_ids
+
+
+def _read_task(body: TokenizeBody) -> ChatTask:
+    return ChatTask(
+        to_template_messages(body.messages or ()),
         tools=check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]),
         template_kwargs=body.template_kwargs(),
         add_special_tokens=bool(body.add_special_tokens),
     )
-    context = permissions.request_context()
-    with rename_field({"prompt": "messages"}), ExitStack() as resources:
-        return (await build_prompt(server, request, context, task, resources)).token_ids
