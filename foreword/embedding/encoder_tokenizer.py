@@ -37,13 +37,16 @@ class EncoderTokenizer:
         """
         text = self._pooling_config.find_prompt(prompt, self._info.name) + text
         limit = self._resolve_max_tokens(max_tokens)
-        return self.tokenizer.encode_truncated(text, None, limit, add_special_tokens)[0]
+        return self.tokenizer.encode_truncated(text, None, limit, add_special_tokens, self._info.max_tokens)[
+            0
+        ]
 
     def encode_pair(
         self, query: str, document: str, *, max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
         """Token ids and type ids of a pair. Truncation cuts the longer text first."""
-        return self.tokenizer.encode_truncated(query, document, self._resolve_max_tokens(max_tokens))
+        limit = self._resolve_max_tokens(max_tokens)
+        return self.tokenizer.encode_truncated(query, document, limit, max_whole_tokens=self._info.max_tokens)
 
     def _resolve_max_tokens(self, max_tokens: int | None) -> int | None:
         if max_tokens is None:

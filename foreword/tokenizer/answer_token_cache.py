@@ -28,7 +28,7 @@ from foreword.chat_formats.events import AnswerContent, ChatEvent
 from foreword.chat_formats.parser import parse_message
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.tokenizer.messages import read_tool_history
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS, Tokenizer
 
 MAX_BYTES: Final = 64 << 20  # all remembered answers together
 MAX_PROMPTS: Final = 1 << 14  # last prompts whose answers can be remembered
@@ -170,14 +170,18 @@ class AnswerTokenCache:
         tenant: str,
         render: Render,
         add_special_tokens: bool = False,
+        max_tokens: int = MAX_TEXT_TOKENS,
     ) -> list[int]:
-        """Token ids of a rendered conversation with replayed answers."""
+        """Token ids of a rendered conversation with replayed answers.
+
+        max_tokens  as of Tokenizer.encode()
+        """
         history = read_tool_history(messages)
         digests = _conversation_digests(history, tools)
         found = self._find(history, digests, tenant)
         ids = self._encode_replayed(history, found, render, add_special_tokens)
         if ids is None:
-            ids = self._tokenizer.encode(render(messages), add_special_tokens)
+            ids = self._tokenizer.encode(render(messages), add_special_tokens, max_tokens)
         with self._lock:
             self._conversations[tenant, _hash(ids).digest()] = digests[-1]
             self._conversations.move_to_end((tenant, _hash(ids).digest()))

@@ -30,7 +30,7 @@ from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.messages import extract_images
 from foreword.tokenizer.output_processor import ChoiceOutput
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +146,19 @@ class ChatInputProcessor:
         self._tokenizer = tokenizer
 
     def render(
-        self, task: ChatTask, cache_salt: str = "", is_seeded: bool = False, allow_local: bool = False
+        self,
+        task: ChatTask,
+        cache_salt: str = "",
+        is_seeded: bool = False,
+        allow_local: bool = False,
+        max_tokens: int = MAX_TEXT_TOKENS,
     ) -> tuple[list[int], list[ImageSource]]:
         """Token ids of the prompt with one placeholder for each image, and the images.
 
         cache_salt   namespace of the prefix cache, whose answers are replayed
         is_seeded    replay none: the prompt is a function of the task alone
         allow_local  as of extract_images()
+        max_tokens   as of Tokenizer.encode()
         Waits for a worker process. Raises InvalidRequest, Overloaded.
         """
         task.check()
@@ -169,9 +175,11 @@ class ChatInputProcessor:
             )
 
         if self._replay is None or is_seeded or task.template_kwargs.get("continue_final_message"):
-            ids = self._tokenizer.encode(render(messages), task.add_special_tokens)
+            ids = self._tokenizer.encode(render(messages), task.add_special_tokens, max_tokens)
         else:
-            ids = self._replay.encode(messages, tools, cache_salt, render, task.add_special_tokens)
+            ids = self._replay.encode(
+                messages, tools, cache_salt, render, task.add_special_tokens, max_tokens
+            )
         return self.check_placeholders(ids, len(sources), "messages", "the chat template"), sources
 
     def _described_tools(self, use: ToolUse) -> Sequence[Tool]:

@@ -13,7 +13,7 @@ from foreword.core.images import PromptImage
 from foreword.core.params import RANDOM_SEED, SEED_MASK, TO_THE_END, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS, Tokenizer
 
 NO_SAMPLING_PARAMS = SamplingParams()
 MAX_DRY_SEQUENCES = 1 << 16  # of one request; each word of small letters has thousands
@@ -210,7 +210,7 @@ def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int
     """Tokens of the predicted output; () without one."""
     if not text:
         return ()
-    ids = _encode_field("prediction", text, tokenizer)
+    ids = _encode_field("prediction", text, tokenizer, max_model_len)
     if len(ids) > max_model_len:
         raise InvalidRequest(
             f"the prediction has {len(ids)} tokens; an answer has at most {max_model_len} (--max-model-len)",
@@ -219,10 +219,12 @@ def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int
     return ids
 
 
-def _encode_field(field: str, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encode_field(
+    field: str, text: str, tokenizer: Tokenizer, max_tokens: int = MAX_TEXT_TOKENS
+) -> tuple[int, ...]:
     """Token ids of a text that is no prompt. Raises InvalidRequest, which names the field."""
     try:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+        return tuple(tokenizer.encode(text, False, max_tokens))
     except InvalidRequest as error:
         raise InvalidRequest(field + error.message.removeprefix("prompt"), field) from None
 

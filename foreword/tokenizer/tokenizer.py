@@ -38,6 +38,10 @@ PANIC_TYPE_NAME = "PanicException"  # a BaseException of Rust libraries, which c
 PROBE_TEXT = "a \ue000"  # a private-use character: the unknown token
 MAX_CACHED = 256  # texts of TokenSearch
 MAX_TEXT_TOKENS = 1 << 20
+# A long text's first characters, whose tokens are counted: as many as it may have tokens, this long each.
+COUNTED_TOKEN_CHARS = 8
+MIN_COUNTED_CHARS, MAX_COUNTED_CHARS = 1 << 16, 1 << 20
+CUT_TOKENS = 64  # that a part may have more than the whole text, cut inside of a word
 
 
 def _build_byte_alphabet() -> Mapping[str, int]:
@@ -197,29 +201,37 @@ class Tokenizer:
         """Whether `decode` drops a space at the start of a text."""
         return self._byte_decoder.strip_leading_space
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int = MAX_TEXT_TOKENS
+    ) -> list[int]:
         """Ids of `text`; special tokens in it become their ids. Releases the GIL.
 
         add_special_tokens  apply tokenizer.json's post-processor; as in transformers 5, `add_bos_token` of
                             tokenizer_config.json is ignored
-        Raises ContextLengthExceeded for more than about MAX_TEXT_TOKENS.
+        max_tokens          of a long text that is worth reading: it may be above the limit a little
+        Raises ContextLengthExceeded for a long text of more.
         """
-        self._check_text(text)
+        self._check_text(text, max_tokens)
         with translate_errors(_encode_error):
             ids: list[int] = self._encode(text, add_special_tokens).ids
         return ids
 
     def encode_truncated(
-        self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool = True
+        self,
+        text: str,
+        pair: str | None,
+        max_tokens: int | None,
+        add_special_tokens: bool = True,
+        max_whole_tokens: int = MAX_TEXT_TOKENS,
     ) -> tuple[list[int], list[int]]:
         """Ids and type ids of a text or a pair of texts, for encoder models.
 
-        max_tokens  limit with special tokens, which are kept; of a pair, the longer text is cut first
-        Raises InvalidRequest, also if special tokens alone exceed the limit, and ContextLengthExceeded for
-        a text of more than about MAX_TEXT_TOKENS, even if it were cut.
+        max_tokens        limit with special tokens, which are kept; of a pair, the longer text is cut first
+        max_whole_tokens  as in encode(), without max_tokens
+        Raises InvalidRequest, also if special tokens alone exceed the limit; ContextLengthExceeded.
         """
         for part in (text, pair or ""):
-            self._check_text(part)
+            self._check_text(part, max_whole_tokens if max_tokens is None else MAX_TEXT_TOKENS)
         with translate_errors(_encode_error):
             return self._encode_truncated(text, pair, max_tokens, add_special_tokens)
 
@@ -330,21 +342,21 @@ class Tokenizer:
         # encode_batch releases the GIL, encode does not.
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def _check_text(self, text: str) -> None:
-        """Raises InvalidRequest for a lone surrogate, ContextLengthExceeded for too many tokens.
+    def _check_text(self, text: str, max_tokens: int) -> None:
+        """Raises InvalidRequest for a lone surrogate, ContextLengthExceeded for a long text of more tokens.
 
         An encoding takes 200 bytes a token, and the GIL while it is freed. So the tokens of ever longer parts
         of a long text are counted, until one has too many.
         """
         _check_unicode(text)
-        num_chars = MAX_TEXT_TOKENS
+        num_chars = min(max(COUNTED_TOKEN_CHARS * max_tokens, MIN_COUNTED_CHARS), MAX_COUNTED_CHARS)
         while num_chars < len(text):
             with translate_errors(_encode_error):
                 num_tokens = len(self._encode(text[:num_chars], False))
-            if num_tokens > MAX_TEXT_TOKENS:
+            if num_tokens > max_tokens + CUT_TOKENS:
                 raise ContextLengthExceeded(
-                    f"prompt is too long: its first {num_chars} characters have {num_tokens} tokens; "
-                    f"the limit of a text is {MAX_TEXT_TOKENS}",
+                    f"prompt is too long: its first {num_chars} characters have {num_tokens} tokens, "
+                    f"the limit is {max_tokens}",
                     "prompt",
                 )
             num_chars *= 2

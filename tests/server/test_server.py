@@ -15,7 +15,6 @@ import pytest
 from foreword.config.options import Config
 from foreword.server import intake
 from foreword.server.routes import tokenize
-from foreword.tokenizer import tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.counted_work import record_threads
@@ -96,11 +95,25 @@ def test_many_ids_are_decoded_in_a_thread(served: RunningServer, monkeypatch: py
     assert on_loop == [True, False]
 
 
-def test_prompt_to_tokenize_is_limited(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "MAX_TEXT_TOKENS", 5)
-    assert served.http.post("/tokenize", json={"prompt": "abcde"}).json()["count"] == 5
-    error = served.http.post("/tokenize", json={"prompt": "a" * 100}).json()["error"]
-    assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
+def test_prompts_far_beyond_the_context_are_refused_by_a_part(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte took seconds and 200 MB before its tokens were counted."""
+    text = "a" * 100_000
+    messages = [{"role": "user", "content": text}]
+    for route, body, param in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        (CHAT, {"messages": messages}, "messages"),
+        ("/v1/responses", {"input": text}, "input"),
+        ("/v1/embeddings", {"input": [text]}, "input[0]"),
+    ):
+        error = served.http.post(route, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
+        assert f"{param} is too long: its first 65536 characters have" in error["message"]
+        assert "the limit is 2048" in error["message"]
+    body = {"prompt": text, "truncate_prompt_tokens": 4, "max_tokens": 1}
+    assert served.http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 4
+    assert served.http.post("/tokenize", json={"prompt": text}).json()["count"] == len(text)
 
 
 def test_tokenize_a_conversation(served: RunningServer) -> None:

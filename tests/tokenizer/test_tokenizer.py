@@ -227,7 +227,7 @@ def test_lone_surrogate_is_a_bad_request() -> None:
 TOKENS = st.lists(st.text("ab\n", max_size=5).map(str.encode), max_size=30)
 
 
-def test_text_of_too_many_tokens_is_refused_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_refused_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 MB of rare characters took 6 GB, and the interpreter's lock for a second."""
     tokenizer, read = byte_tokenizer(), []
 
@@ -237,17 +237,22 @@ def test_text_of_too_many_tokens_is_refused_by_a_part(monkeypatch: pytest.Monkey
 
     original = tokenizer._encode
     monkeypatch.setattr(tokenizer, "_encode", encode)
-    monkeypatch.setattr(module, "MAX_TEXT_TOKENS", 8)
-    assert tokenizer.encode("a" * 8) == list(b"a" * 8) and read == [8]
-    for encode_text in (tokenizer.encode, lambda text: tokenizer.encode_truncated(text, None, 2)):
-        read.clear()
-        with pytest.raises(
-            ContextLengthExceeded, match=r"first 16 characters have 16 tokens; the limit .* is 8"
+    monkeypatch.setattr(module, "MIN_COUNTED_CHARS", 16)
+    monkeypatch.setattr(module, "MAX_COUNTED_CHARS", 64)
+    monkeypatch.setattr(module, "CUT_TOKENS", 1)
+    for limit, parts in ((1, [16]), (6, [48]), (40, [64]), (63, [64, 128])):
+        for encode_text in (
+            lambda text, limit=limit: tokenizer.encode(text, max_tokens=limit),
+            lambda text, limit=limit: tokenizer.encode_truncated(text, None, None, max_whole_tokens=limit),
         ):
-            encode_text("a" * 1000)
-        assert read == [8, 16]
+            read.clear()
+            with pytest.raises(ContextLengthExceeded, match=f"first {parts[-1]} .* the limit is {limit}"):
+                encode_text("a" * 1000)
+            assert read == parts
+    assert tokenizer.encode("a" * 17, max_tokens=16) == list(b"a" * 17), "above the limit by CUT_TOKENS"
+    assert len(tokenizer.encode_truncated("a" * 1000, None, 6)[0]) == 6
     with pytest.raises(InvalidRequest, match=r"^prediction is too long"):
-        encode_prediction("a" * 1000, tokenizer, 100)
+        encode_prediction("a" * 1000, tokenizer, 6)
 
 
 @given(TOKENS, st.text("ab\n", min_size=1, max_size=3).map(str.encode))

@@ -149,7 +149,10 @@ class DecoderEmbedder:
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
         text = self._pooling_config.find_prompt(options.prompt_name, self.name) + text
         limit = self.max_tokens if options.max_tokens == -1 else options.max_tokens
-        return self._server.tokenizer.encode_truncated(text, None, limit, options.add_special_tokens)[0]
+        ids, _ = self._server.tokenizer.encode_truncated(
+            text, None, limit, options.add_special_tokens, self.max_tokens
+        )
+        return ids
 
     async def embed(
         self, inputs: Sequence[Sequence[int]], pooling: str | None, context: RequestContext

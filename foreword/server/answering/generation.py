@@ -35,6 +35,7 @@ from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.chat_processor import ChatPlan, ChatTask, Prompt
 from foreword.tokenizer.input_processor import EncodedParams, SamplingDefaults, make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS
 
 logger = logging.getLogger("foreword.serve")
 DRY_BYTES = 1 << 20
@@ -54,7 +55,8 @@ async def start_chat(
         ExitStack() as resources,
         server.admission.reserve(task.params.n, context.meter),
     ):
-        prompt = await build_prompt(server, request, context, task, resources)
+        max_tokens = longest_prompt(server, task.params)
+        prompt = await build_prompt(server, request, context, task, resources, max_tokens)
         plan = await _plan(server, request, task, prompt)
         requests = await server.intake.offload_if_large(
             request,
@@ -73,15 +75,26 @@ async def count_prompt_tokens(
         return len((await build_prompt(server, request, context, task, resources)).token_ids)
 
 
+def longest_prompt(server: LoadedModel, params: SamplingParams) -> int:
+    """Tokens of the longest text that is worth reading, as of Tokenizer.encode()."""
+    return MAX_TEXT_TOKENS if params.truncate_prompt_tokens is not None else server.max_model_len
+
+
 async def build_prompt(
-    server: LoadedModel, request: Request, context: RequestContext, task: ChatTask, resources: ExitStack
+    server: LoadedModel,
+    request: Request,
+    context: RequestContext,
+    task: ChatTask,
+    resources: ExitStack,
+    max_tokens: int = MAX_TEXT_TOKENS,
 ) -> Prompt:
     """Prompt of a task; `resources` releases its images' memory, and images release the body.
 
+    max_tokens  as of Tokenizer.encode()
     Raises InvalidRequest, Unsupported, PayloadTooLarge, Overloaded, ClientDisconnect.
     """
     processor = server.chat_processor
-    render = partial(processor.render, task, context.cache_salt, context.is_seeded)
+    render = partial(processor.render, task, context.cache_salt, context.is_seeded, max_tokens=max_tokens)
     ids, sources = await server.intake.render(request, render)
     if not sources:
         return processor.insert_images(ids)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.errors import InvalidRequest, shown
-from foreword.server.answering.generation import Generation, build_requests, encoding_bytes
+from foreword.server.answering.generation import Generation, build_requests, encoding_bytes, longest_prompt
 from foreword.server.answering.streaming import respond, response_header, response_options
 from foreword.server.apis.body import TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.choices_writer import (
@@ -126,10 +126,11 @@ async def completions(
     if params.structured is not None:
         await server.intake.compile(request, partial(server.grammar_checker.check, params.structured))
     add_special_tokens = body.add_special_tokens is not False
+    max_tokens = longest_prompt(server, params)
 
     def tokenize(prompt: TextOrIds) -> list[int]:
         if isinstance(prompt, str):
-            return server.tokenizer.encode(prompt, add_special_tokens)
+            return server.tokenizer.encode(prompt, add_special_tokens, max_tokens)
         return list(prompt)
 
     def build_all_requests() -> tuple[list[EngineRequest], list[str] | None]:
