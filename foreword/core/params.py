@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -237,12 +238,18 @@ class SamplingParams:
 
     def non_default_fields(self) -> dict[str, object]:
         """Fields that differ from the defaults, for the request's log line."""
-        defaults = SamplingParams()
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+        values = ((name, getattr(self, name), default) for name, default in _default_values())
+        return {name: value for name, value, default in values if value != default}
 
 
 set_field = object.__setattr__
+
+
+@cache
+def _default_values() -> tuple[tuple[str, object], ...]:
+    """Names and values of SamplingParams(), which takes as long to make as a log line to write."""
+    defaults = SamplingParams()
+    return tuple((each.name, getattr(defaults, each.name)) for each in fields(defaults))
 
 
 def _to_str_tuple(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -468,7 +469,7 @@ class MetricsRecorder(ServerCounters):
             choices.finished.append((progress, reason))
             if choices.is_complete:
                 complete[name] = self._choices.pop(name)
-        if complete:
+        if complete and log.logger.isEnabledFor(logging.INFO):
             name, choices = next(iter(complete.items()))
             line, fields = log.format_request(name, choices, now), log.request_fields(name, choices, now)
             if num_more := len(complete) - 1:
