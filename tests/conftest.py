@@ -26,10 +26,6 @@ if DEVICE == "cpu":
 # Workers share few cores: threads that wait for each other cost a hundred times what they gain.
 torch.set_num_threads(1)
 
-# No test depends on the clock: machines differ, and a kernel is compiled at its first call.
-settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no-clock")
-
 
 def pytest_report_header() -> str:
     """Name the instruction sets whose kernels this run does not test."""
@@ -42,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist share one GPU: each worker and its servers see a share of the memory."""
     config.addinivalue_line("markers", "full: run by `make test-all` (pytest --full), not by `make test`")
     budget.set_full(config.getoption("--full"))
+    # No test depends on the clock: machines differ, and a kernel is compiled at its first call.
+    settings.register_profile(
+        "no-clock",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=budget.examples(300),
+    )
+    settings.load_profile("no-clock")
     # A shell without job control starts commands in the background with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.getoption("--full") and names_of(config) == ["tests"]:

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import re
-from itertools import takewhile
+from itertools import product, takewhile
 
 import jsonschema
 import pytest
@@ -25,7 +25,7 @@ from foreword.grammar.compiler import CompiledGrammar, Lexer
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
 from tests.support.adversarial_grammars import COSTLY_REGEXES
-from tests.support.budget import examples, is_full
+from tests.support.budget import examples, is_full, some_of
 from tests.support.grammar_walks import (
     EOS,
     begin_request,
@@ -447,8 +447,7 @@ def _check_drafted(grammars: GrammarManager, case: Case, draw: random.Random) ->
     assert _row(grammar, ()) == rows[-1], (structured.text, len(rows))
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize("seed", range(examples(20)))
+@pytest.mark.parametrize(("seed", "is_slow"), some_of(product(range(examples(20)), (False, True)), 3))
 def test_failure_depends_on_the_tokens_alone(
     seed: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
