@@ -182,9 +182,10 @@ class AnswerTokenCache:
         ids = self._encode_replayed(history, found, render, add_special_tokens)
         if ids is None:
             ids = self._tokenizer.encode(render(messages), add_special_tokens, max_tokens)
+        prompt = tenant, _hash(ids).digest()
         with self._lock:
-            self._conversations[tenant, _hash(ids).digest()] = digests[-1]
-            self._conversations.move_to_end((tenant, _hash(ids).digest()))
+            self._conversations[prompt] = digests[-1]
+            self._conversations.move_to_end(prompt)
             if len(self._conversations) > MAX_PROMPTS:
                 self._conversations.popitem(last=False)
         return ids
