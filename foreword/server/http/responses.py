@@ -38,12 +38,12 @@ def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
             yield (b"," if number else b"{") + json_bytes(name) + b":"
             yield from json_pieces(item, levels - 1)
         yield b"}" if value else b"{}"
-    elif levels and isinstance(value, list):
+    elif levels and isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from json_pieces(item, levels - 1)
         yield b"]" if value else b"[]"
-    elif isinstance(value, list) and len(value) > PIECE_ITEMS:
+    elif isinstance(value, (list, tuple)) and len(value) > PIECE_ITEMS:
         for start in range(0, len(value), PIECE_ITEMS):
             yield b"," if start else b"["
             yield json_bytes(value[start : start + PIECE_ITEMS])[1:-1]
