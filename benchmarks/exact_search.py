@@ -47,7 +47,7 @@ from foreword.utils.mapped_memory import MemoryFile
 from tests.support.adversarial_grammars import COSTLY_REGEXES
 from tests.support.feature_matrix import FINISH_OPTIONS, OUTPUT_OPTIONS, SAMPLING, STRUCTURED
 from tests.support.heads import write_random_head
-from tests.test_exact import MAX_MODEL_LEN, PLAIN, SETTINGS, fingerprint, prompts
+from tests.test_exact import HEADS, MAX_MODEL_LEN, PLAIN, SETTINGS, fingerprint, prompts
 from tests.test_exact_random import PRECISIONS, SPECULATE, random_adapters, random_model
 
 MAX_REQUESTS = 16
@@ -170,7 +170,7 @@ class Models:
 
 
 def random_models(chance: random.Random, path: Path, with_head: bool) -> Models:
-    plain_methods = tuple(method for method in SPECULATE if method != "eagle3")
+    plain_methods = tuple(method for method in SPECULATE if not any(head in method for head in HEADS))
     if not with_head:
         model, drafter, family, options = random_model(chance, path)
         return Models(model, drafter, None, plain_methods, family, options, "")

@@ -37,9 +37,8 @@ class EncoderTokenizer:
         """
         text = self._pooling_config.find_prompt(prompt, self._info.name) + text
         limit = self._resolve_max_tokens(max_tokens)
-        return self.tokenizer.encode_truncated(text, None, limit, add_special_tokens, self._info.max_tokens)[
-            0
-        ]
+        ids, _ = self.tokenizer.encode_truncated(text, None, limit, add_special_tokens, self._info.max_tokens)
+        return ids
 
     def encode_pair(
         self, query: str, document: str, *, max_tokens: int | None = None
