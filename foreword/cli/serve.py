@@ -41,6 +41,9 @@ logger = logging.getLogger("foreword.serve")
 ENGINE_DEAD_GRACE_S = 2.0  # clients get their errors, monitoring a 503 from /health
 CANCEL_GRACE_S = 1.0  # clients get the errors of cancelled requests
 LATE_GRACE_S = 1.0  # how much later than planned a drain may end
+# A full garbage collection after 700,000 new objects instead of 70,000. One takes 0.3 s beside the objects of
+# a large body, and seven ran while it was read.
+GC_THRESHOLDS = (700, 10, 100)
 CLOSE_LIMIT_S = 30.0  # longest time in which engines, encoders and workers end
 EXTRA_FILES = 256  # open files besides the connections
 
@@ -101,6 +104,7 @@ async def _serve(config: Config, listener: socket.socket, fork_server: ForkServe
         async with serving_app.router.lifespan_context(serving_app):
             app.app = serving_app
             gc.freeze()  # or a full collection would pause every stream
+            gc.set_threshold(*GC_THRESHOLDS)
             for line in _ready_lines(config, manager, plan, listener, time.perf_counter() - started_s):
                 _print_line(config, line)
             try:
