@@ -174,7 +174,7 @@ class AnswerTokenCache:
     ) -> list[int]:
         """Token ids of a rendered conversation with replayed answers.
 
-        max_tokens  as of Tokenizer.encode()
+        max_tokens  see Tokenizer.encode()
         """
         history = read_tool_history(messages)
         digests = _conversation_digests(history, tools)

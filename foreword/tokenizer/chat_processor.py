@@ -158,7 +158,7 @@ class ChatInputProcessor:
         cache_salt   namespace of the prefix cache, whose answers are replayed
         is_seeded    replay none: the prompt is a function of the task alone
         allow_local  as of extract_images()
-        max_tokens   as of Tokenizer.encode()
+        max_tokens   see Tokenizer.encode()
         Waits for a worker process. Raises InvalidRequest, Overloaded.
         """
         task.check()

@@ -208,8 +208,9 @@ class Tokenizer:
 
         add_special_tokens  apply tokenizer.json's post-processor; as in transformers 5, `add_bos_token` of
                             tokenizer_config.json is ignored
-        max_tokens          of a long text that is worth reading: it may be above the limit a little
-        Raises ContextLengthExceeded for a long text of more.
+        max_tokens          checked for texts of more than COUNTED_TOKEN_CHARS a token only, with CUT_TOKENS
+                            of tolerance: it saves work, and is no limit of the result
+        Raises ContextLengthExceeded.
         """
         self._check_text(text, max_tokens)
         with translate_errors(_encode_error):

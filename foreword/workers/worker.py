@@ -14,8 +14,8 @@ from typing import Any, Final
 
 READY: Final = b"ready"
 STATM: Final = "/proc/self/statm"
-# New objects that a job may leave behind before they are looked through. Nothing is while it runs: all that
-# it makes is alive, and Python's collections cost half of the CPU time of a long conversation.
+# Objects that jobs may leave before a garbage collection, which runs between jobs: what a job makes is alive
+# while it runs, and Python's collections took half of the CPU time of a long conversation.
 GC_THRESHOLD: Final = 100_000
 
 _cpu_s = _cpu_s_per_mb = 0.0  # of the setup
@@ -67,6 +67,7 @@ def _serve_jobs(
             signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)  # CPU time: stands still in recv()
             handle(connection)
             if gc.get_count()[0] > GC_THRESHOLD:
+                signal.setitimer(signal.ITIMER_PROF, 0.0)  # the reply is sent: this is no job's time
                 gc.collect()
     except (EOFError, OSError):
         return  # the pool is gone

@@ -76,7 +76,7 @@ async def count_prompt_tokens(
 
 
 def longest_prompt(server: LoadedModel, params: SamplingParams) -> int:
-    """Tokens of the longest text that is worth reading, as of Tokenizer.encode()."""
+    """Most tokens of a prompt's text, for Tokenizer.encode(); a prompt that is cut may have more."""
     return MAX_TEXT_TOKENS if params.truncate_prompt_tokens is not None else server.max_model_len
 
 
@@ -90,7 +90,7 @@ async def build_prompt(
 ) -> Prompt:
     """Prompt of a task; `resources` releases its images' memory, and images release the body.
 
-    max_tokens  as of Tokenizer.encode()
+    max_tokens  see Tokenizer.encode()
     Raises InvalidRequest, Unsupported, PayloadTooLarge, Overloaded, ClientDisconnect.
     """
     processor = server.chat_processor

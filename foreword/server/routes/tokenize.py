@@ -94,7 +94,7 @@ async def detokenize(
 async def _token_ids(
     server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
-    """Also beyond the context: callers learn by how much."""
+    """The prompt's tokens, also if they exceed the context: callers learn by how much."""
     if body.messages is None:
         return await server.intake.offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
