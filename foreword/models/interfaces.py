@@ -45,6 +45,28 @@ class KVCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MarkovStep:
+    """What a Markov head says of one token of each draft."""
+
+    bias: Tensor  # of its logits, float32 [R, V of the target]
+    state: Tensor  # of the next step, as MarkovHead.initial_state()
+    logprobs: Tensor | None  # float32 [R]: that the target accepts it; None: no confidence head
+
+
+class MarkovHead(Protocol):
+    """Samples the tokens of a pass one after the other: the logits of a token depend on those before."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, h] of a pass -> float32 [R, V of the target], without the bias."""
+
+    def initial_state(self, num_drafts: int) -> Tensor:
+        """[num_drafts, width]"""
+
+    def step(self, hidden: Tensor, token_ids: Tensor, state: Tensor) -> MarkovStep:
+        """hidden [R, h] of the next token of each draft; token_ids int64 [R] before it; state [R, width]"""
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelDraft:
     """How a head drafts several tokens in one pass: over the last token, and masks behind it."""
 
@@ -52,8 +74,7 @@ class ParallelDraft:
     max_tokens: int  # of a draft
     samples_last_token: bool  # its row drafts the first token; else that of the first mask does
     reads_mask_state: bool  # masks read the hidden state of HeadCache.mask_slot
-    # Bias of a token's logits by the token before it: int64 [R] -> float32 [R, V of the target]
-    markov: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
+    markov: MarkovHead | None = field(default=None, compare=False, repr=False)
 
     @property
     def max_rows(self) -> int:

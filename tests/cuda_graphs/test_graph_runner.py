@@ -23,7 +23,8 @@ from foreword.cuda_graphs.draft_loop import INITIAL_DRAFT_CAPACITY
 from foreword.cuda_graphs.graph_runner import MAX_PROMPT_LEN, MAX_ROWS_PER_REQUEST, GraphRunner
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
+from foreword.speculation.drafters.draft_model import DraftState
+from foreword.speculation.drafters.eager_draft_loop import EagerDraftLoop
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_drafter

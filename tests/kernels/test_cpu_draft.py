@@ -21,7 +21,8 @@ from foreword.kernels.cpu.program import Program
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens, MRopeSections
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
+from foreword.speculation.drafters.draft_model import DraftState
+from foreword.speculation.drafters.eager_draft_loop import EagerDraftLoop
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.kernels.test_cpu_program import BLOCK_SIZE, NUM_BLOCKS, VOCAB, SmallModel
 from tests.support.budget import examples

@@ -126,6 +126,11 @@ class ReferenceDFlash:
 
         aux [L, layers, H] of all tokens: a block sees those before its anchor
         """
+        logits = F.linear(self.states(aux, token_ids, count), self.lm_head) * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def states(self, aux: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
+        """Hidden states [L, count, h] behind blocks()."""
         layers, num = Layers(self.config, self.tensors), len(token_ids)
         rows = count + (not self.samples_anchor)
         context = layers.norm(F.linear(aux.flatten(1), self.tensors["fc.weight"]), "hidden_norm")
@@ -138,9 +143,7 @@ class ReferenceDFlash:
         for index in range(self.config["num_hidden_layers"]):
             mask = self.mask(index, anchors, places, num)
             x = layers(x, index, positions, mask, context)
-        y = layers.norm(x, "norm").view(num, rows, -1)[:, rows - count :]
-        logits = F.linear(y, self.lm_head) * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return layers.norm(x, "norm").view(num, rows, -1)[:, rows - count :]
 
     def markov(self, token_ids: Tensor) -> Tensor:
         """What DSpark adds to the logits of the next token: int64 [...] -> [..., draft vocabulary]"""
@@ -148,6 +151,33 @@ class ReferenceDFlash:
         if before is None or after is None:
             return torch.zeros(*token_ids.shape, len(self.lm_head))
         return F.embedding(token_ids, before) @ after.T
+
+    def draft(self, logits: Tensor, states: Tensor, last_id: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens behind `last_id` and the confidence head's probabilities.
+
+        logits [count, draft vocabulary], states [count, h] of one block
+        """
+        token_ids, confidences, state = [last_id], [], torch.zeros(MARKOV_RANK)
+        for row, hidden in zip(logits, states, strict=True):
+            token = self.tensors["markov_head.markov_w1.weight"][token_ids[-1]]
+            latent = token
+            if "markov_head.gate_proj.weight" in self.tensors:
+                latent = token * self.project("gate_proj", hidden, token).sigmoid()
+            elif "markov_head.joint_proj.weight" in self.tensors:
+                gate, candidate, value = self.project("joint_proj", state, token, hidden).chunk(3)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+                latent = value.tanh()
+            weight = self.tensors["confidence_head.proj.weight"]
+            features = torch.cat((hidden, token))[: weight.shape[1]]
+            score = F.linear(features, weight, self.tensors["confidence_head.proj.bias"])
+            confidences.append(float(score.sigmoid()))
+            row = row + self.tensors["markov_head.markov_w2.weight"] @ latent
+            token_ids.append(self.target_id(int(row.argmax())))
+        return token_ids[1:], confidences
+
+    def project(self, name: str, *parts: Tensor) -> Tensor:
+        weight, bias = (self.tensors[f"markov_head.{name}.{kind}"] for kind in ("weight", "bias"))
+        return F.linear(torch.cat(parts), weight, bias)
 
     def mask(self, index: int, anchors: Tensor, places: Tensor, num: int) -> Tensor:
         window, causal = self.windows[index], self.causal[index]
@@ -262,16 +292,30 @@ def dspark_config(model: Path, **options: Any) -> dict[str, Any]:
 
 
 def markov_tensors(
-    vocab_size: int, draft_vocab_size: int, hidden_size: int, seed: int = 0
+    vocab_size: int,
+    draft_vocab_size: int,
+    hidden_size: int,
+    seed: int = 0,
+    kind: str = "vanilla",
+    confidence_reads_token: bool = True,
 ) -> dict[str, Tensor]:
-    """Random tensors of a DSpark head beside those of DFlash; the confidence head's have no effect."""
-    generator = torch.Generator().manual_seed(seed + 7)
-    return {
-        "markov_head.markov_w1.weight": torch.randn(vocab_size, MARKOV_RANK, generator=generator),
-        "markov_head.markov_w2.weight": torch.randn(draft_vocab_size, MARKOV_RANK, generator=generator),
-        "confidence_head.proj.weight": torch.randn(1, hidden_size + MARKOV_RANK, generator=generator),
-        "confidence_head.proj.bias": torch.zeros(1),
+    """Random tensors of a DSpark head beside those of DFlash."""
+    generator, rank = torch.Generator().manual_seed(seed + 7), MARKOV_RANK
+    width = hidden_size + rank * confidence_reads_token
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (vocab_size, rank),
+        "markov_head.markov_w2.weight": (draft_vocab_size, rank),
+        "confidence_head.proj.weight": (1, width),
+        "confidence_head.proj.bias": (1,),
     }
+    if kind != "vanilla":
+        name, inputs, outputs = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}[kind]
+        shapes[f"markov_head.{name}.weight"] = (rank * outputs, hidden_size + rank * inputs)
+        shapes[f"markov_head.{name}.bias"] = (rank * outputs,)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if kind != "vanilla":  # a gate makes the bias smaller
+        tensors["markov_head.markov_w2.weight"] *= 4
+    return tensors
 
 
 def dflash_tensors(config: dict[str, Any], num_aux: int = 2, seed: int = 0) -> dict[str, Tensor]:

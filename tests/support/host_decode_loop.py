@@ -13,7 +13,8 @@ from foreword.cuda_graphs.decode_loop import DecodeResult, DecodeSlot
 from foreword.kernels.ops import DraftJob
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
-from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
+from foreword.speculation.drafters.draft_model import DraftState
+from foreword.speculation.drafters.eager_draft_loop import EagerDraftLoop
 from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.graph_capture_fake import BLOCK_SIZE, MAX_BLOCKS, GraphTestBed

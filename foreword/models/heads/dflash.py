@@ -1,6 +1,6 @@
 """DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036.
 
-DSpark heads add a Markov head: a bias of each token's logits by the token before it, of low rank.
+DSpark heads are DFlash heads with a Markov head.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, HeadCache, HeadShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Embedding, Linear, load_linear
+from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
@@ -33,6 +32,7 @@ from foreword.models.heads.head_vocabulary import (
     load_embedding,
     load_lm_head,
 )
+from foreword.models.heads.markov import KINDS, NO_MARKOV_HEAD, MarkovConfig, MarkovHead
 from foreword.models.interfaces import KVCache, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
@@ -44,16 +44,18 @@ BLOCK_SIZE = 16
 UNUSED_KEYS = ("has_no_defaults_at_init", "speculators_config", "speculators_version")
 # Methods with DFlash's layers that are refused, and what they add
 EXTENSIONS = {"dflash2": "a candidate selector and convolutions (DFlash2)"}
-# Options of DSpark's training and of its confidence head, which is not used: acceptance is measured
+# Options of DSpark's training
 UNUSED_DSPARK_KEYS = (
-    *("attention_mode", "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head"),
-    *("ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "num_anchors", "projector_type"),
+    *("attention_mode", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
+    *("num_anchors", "projector_type"),
 )
+# A confidence head that says nothing, since it is disabled or there is no Markov head
 UNUSED_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 # DeepSpec's config has no `dflash_config`, and these beside the options of the layers
 DEEPSPEC_KEYS = (
     *("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "proposal_hidden_offset"),
-    *("verification_block_size", *UNUSED_DSPARK_KEYS),
+    *("confidence_head_with_markov", "enable_confidence_head", "verification_block_size"),
+    *UNUSED_DSPARK_KEYS,
 )
 OPTIONS_KEY = "dflash_config"
 ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next")
@@ -77,7 +79,7 @@ class DFlashConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     num_target_layers: int | None = None  # None: the config does not say
-    markov_rank: int = 0  # 0: no Markov head
+    markov: MarkovConfig = NO_MARKOV_HEAD
 
     @classmethod
     def read(cls, config: ConfigReader) -> DFlashConfig:
@@ -98,7 +100,7 @@ class DFlashConfig:
             config = config.without(DEEPSPEC_KEYS)
             own.require_value("verification_block_size", config.get("block_size"))
             own.require_value("proposal_hidden_offset", 0)
-        markov_rank = _read_markov(own) if is_dspark else 0
+        markov = _read_markov(own, reads_token=OPTIONS_KEY not in config) if is_dspark else NO_MARKOV_HEAD
         samples_last = _samples_last_token(own, config, is_dspark)
         aux_layers = tuple(each + 1 for each in _read_layers(own, "target_layer_ids"))
         size = own.get_int("block_size", config.get_int("block_size", BLOCK_SIZE, low=2), low=2)
@@ -128,7 +130,7 @@ class DFlashConfig:
             logit_scale,
             softcap,
             num_target_layers,
-            markov_rank,
+            markov,
         )
 
     @classmethod
@@ -141,7 +143,7 @@ class DFlashConfig:
         aux_layers = _read_layers(config, "aux_hidden_state_layer_ids")
         size = config.get_int("block_size", 8, low=2)
         samples_last = config.get_bool("sample_from_anchor", False)
-        markov_rank = _read_markov(config) if _is_dspark(config) else 0
+        markov = _read_markov(config) if _is_dspark(config) else NO_MARKOV_HEAD
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
@@ -155,7 +157,7 @@ class DFlashConfig:
             parallel,
             draft_vocab_size or layer.vocab_size,
             target_hidden_size or layer.hidden_size,
-            markov_rank=markov_rank,
+            markov=markov,
         )
 
 
@@ -203,15 +205,21 @@ class DFlash:
         ]
         self._attentions = [builder.attention("self_attn") for builder in builders]
         self._layers = [LlamaLayer(b, mixer) for b, mixer in zip(builders, self._attentions, strict=True)]
-        self._norm = build_norm(ops, layers, weights, "norm").scaled(config.logit_scale)
+        self._norm = build_norm(ops, layers, weights, "norm")
         options = (NAME, target, ops, layers, precision, weights)
         self._embedding, is_own = load_embedding(*options, config.embedding_scale)
         lm_head = load_lm_head(*options, config.draft_vocab_size)
         vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
         self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
-        self.parallel = replace(parallel, markov=self._load_markov(target, precision, weights, vocab_ids))
-        markov_parameters = config.markov_rank * (target.vocab_size + config.draft_vocab_size)
+        vocab_sizes = target.vocab_size, config.draft_vocab_size
+        if config.markov.rank:
+            markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
+            self.parallel = replace(parallel, markov=MarkovHead(*markov_options, self._scaled_logits))
+        else:
+            self.parallel = parallel
+            self._norm = self._norm.scaled(config.logit_scale)
+        markov_parameters = config.markov.rank * sum(vocab_sizes)
         own_rows = layers.vocab_size * is_own + config.draft_vocab_size
         own_parameters = own_rows * size if lm_head is not target.lm_head else 0
         self.info = replace(
@@ -241,7 +249,7 @@ class DFlash:
             attention.write_kv(x, context, memory)
 
     def compile_draft(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """See Head."""
+        """See Head. With a Markov head the result is hidden states, of which it makes logits."""
         cache = kv_cache.head
         assert cache is not None
 
@@ -251,23 +259,14 @@ class DFlash:
             contexts = self._contexts(batch)
             for layer, context, memory in zip(self._layers, contexts, cache.layers, strict=True):
                 x = layer(x, context, memory)
-            return self._logits(self._norm(ops.index_rows(x, batch.sample_rows)))
+            hidden = self._norm(ops.index_rows(x, batch.sample_rows))
+            return self._logits(hidden) if self.parallel.markov is None else hidden
 
         return self._ops.compile(draft)
 
-    def _load_markov(
-        self, target: Decoder, precision: Precision, weights: Weights, vocab_ids: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
-        """See ParallelDraft.markov."""
-        ops, rank, body = self._ops, self._config.markov_rank, weights.prefixed("markov_head.")
-        if not rank:
-            return None
-        options = (ops, body, precision.embedding_format, rank)
-        before = load_linear(*options, {"markov_w1": target.vocab_size})
-        after = load_linear(*options, {"markov_w2": self._config.draft_vocab_size})
-        embedding = Embedding(ops, before, precision.dtype)
-        logits = DraftLogits(ops, Linear(ops, after, torch.float32), target.vocab_size, vocab_ids)
-        return lambda token_ids: logits(embedding(token_ids))
+    def _scaled_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of a Markov head, which reads the hidden states before they are scaled."""
+        return self._logits(hidden * self._config.logit_scale)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 0)
@@ -293,12 +292,19 @@ def _is_dspark(config: ConfigReader) -> bool:
     return "dspark" in _kinds(config)
 
 
-def _read_markov(config: ConfigReader) -> int:
-    """Rank of the Markov head."""
-    config.require_value("markov_head_type", "vanilla")
+def _read_markov(config: ConfigReader, reads_token: bool = True) -> MarkovConfig:
+    """reads_token: whether the confidence head reads the token before, if the config does not say."""
+    kind = config.get("markov_head_type", "vanilla")
+    if kind not in KINDS:
+        raise config.error("markov_head_type", f"must be one of {', '.join(KINDS)}, got {kind!r:.60}")
     for key in UNUSED_DSPARK_KEYS:
         config.get(key, None)
-    return config.get_int("markov_rank", 0, low=0)
+    return MarkovConfig(
+        config.get_int("markov_rank", 0, low=0),
+        kind,
+        config.get_bool("enable_confidence_head", True),
+        config.get_bool("confidence_head_with_markov", reads_token),
+    )
 
 
 def _samples_last_token(own: ConfigReader, config: ConfigReader, default: bool) -> bool:

@@ -18,13 +18,8 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Head
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.drafters.draft_model import (
-    DUMMY_STRIDE,
-    TIMED_DRAFT_LEN,
-    ChunkImages,
-    EagerDraftLoop,
-    check_finite,
-)
+from foreword.speculation.drafters.draft_model import DUMMY_STRIDE, TIMED_DRAFT_LEN
+from foreword.speculation.drafters.eager_draft_loop import ChunkImages, EagerDraftLoop, check_finite
 from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
 
 MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary

@@ -36,7 +36,6 @@ from tests.support.block_heads import (
     dflash_config,
     dflash_tensors,
     dspark_config,
-    greedy_tokens,
     markov_tensors,
     p_eagle_config,
     p_eagle_tensors,
@@ -125,6 +124,35 @@ LAYOUTS = {
         },
         reference={"samples_anchor": True},
     ),
+    "DSpark, gated": Layout(
+        "dspark",
+        config={"block_size": COUNT},
+        own={"markov_head_type": "gated"},
+        reference={"samples_anchor": True},
+    ),
+    "DSpark, rnn": Layout(
+        "dspark",
+        speculators=True,
+        draft_size=DRAFT_SIZE,
+        own={
+            "block_size": COUNT,
+            "sample_from_anchor": True,
+            "markov_head_type": "rnn",
+            "markov_rank": MARKOV_RANK,
+            "confidence_head_with_markov": True,
+        },
+        reference={"samples_anchor": True},
+    ),
+    "DSpark, scaled": Layout(
+        "dspark",
+        config={"block_size": COUNT},
+        own={
+            "markov_head_type": "gated",
+            "confidence_head_with_markov": False,
+            "output_multiplier": 0.5,
+        },
+        reference={"samples_anchor": True, "logit_scale": 0.5},
+    ),
     "DSpark, DeepSpec": Layout("dspark", own_embedding=True, reference={"samples_anchor": True}),
     "P-EAGLE": Layout("p-eagle", draft_size=DRAFT_SIZE, own={"pard_token": MASK_ID}),
     "P-EAGLE, layers": Layout(
@@ -142,6 +170,9 @@ LAYOUTS = {
         options={"fc_norm": True, "qk_norm": True},
     ),
 }
+
+DSPARK = [name for name, layout in LAYOUTS.items() if layout.kind == "dspark"]
+INDEPENDENT = [name for name in LAYOUTS if name not in DSPARK]  # tokens that do not read those before
 
 
 @dataclass
@@ -170,7 +201,12 @@ def make_bed(folder: Path, layout: Layout) -> Bed:
         tensors = dflash_tensors(config, seed=5)
         if layout.kind == "dspark":
             sizes = config["vocab_size"], layout.draft_size or config["vocab_size"], config["hidden_size"]
-            tensors |= markov_tensors(*sizes, seed=5)
+            tensors |= markov_tensors(
+                *sizes,
+                seed=5,
+                kind=layout.own.get("markov_head_type", "vanilla"),
+                confidence_reads_token=layout.own.get("confidence_head_with_markov", True),
+            )
     else:
         prefix = {"prefix": "layers.0."} if layout.speculators else {}
         tensors = p_eagle_tensors(config, seed=5, **layout.options, **prefix)
@@ -260,7 +296,10 @@ class Runner:
     def block(self, length: int) -> Tensor:
         """Logits [COUNT, V] of the draft."""
         job = self.job(length)
-        return self.run(self.draft, [Chunk(job.token_ids, length - 1, job.block_table, COUNT)], job.mask_slot)
+        chunks = [Chunk(job.token_ids, length - 1, job.block_table, COUNT)]
+        output = self.run(self.draft, chunks, job.mask_slot)
+        markov = self.head.parallel.markov if self.head.parallel else None
+        return output if markov is None else markov.logits(output)
 
     def run(self, forward: Any, chunks: Sequence[Chunk], mask_slot: int | None = None) -> Tensor:
         batch = build_batch(
@@ -304,6 +343,7 @@ def test_blocks_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> N
         assert actual[:, others].isneginf().all()
 
 
+@pytest.mark.parametrize("bed", INDEPENDENT, indirect=True)
 @pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
     """Two requests at once, one of which ends its draft early."""
@@ -323,17 +363,17 @@ def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
         assert tokens.logprobs == pytest.approx(logprobs[length][:count], abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["DSpark", "DSpark, masks", "DSpark, speculators", "DSpark, DeepSpec"])
+@pytest.mark.parametrize("bed", DSPARK, indirect=True)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_of_dspark_depend_on_the_one_before(layout: str, backend: str, tmp_path: Path) -> None:
+def test_tokens_and_confidences_of_dspark_depend_on_the_ones_before(bed: Bed, backend: str) -> None:
     """Two requests with drafts of different lengths."""
-    bed, ops = make_bed(tmp_path, LAYOUTS[layout]), make_ops(backend)
+    ops = make_ops(backend)
     runner = Runner(bed, ops)
     head, reference = runner.head, bed.reference
     assert isinstance(reference, ReferenceDFlash)
     drafter = HeadDrafter(head, ops, runner.kv, Sampler(ops, 272, []), COUNT, 128, 272)
     (aux,) = record_aux_hidden_states(bed.model, [TEXT], AUX_LAYERS[1:])
-    expected = reference.blocks(aux, TEXT, COUNT)
+    expected, states = reference.blocks(aux, TEXT, COUNT), reference.states(aux, TEXT, COUNT)
     runner.commit(0, len(TEXT) - 1)
     requests = []
     for length, count in ((33, COUNT), (len(TEXT), 4)):
@@ -345,10 +385,30 @@ def test_tokens_of_dspark_depend_on_the_one_before(layout: str, backend: str, tm
     plain = [reference.target_id(index) for index in expected[last].argmax(-1).tolist()]
     drafts = drafter.propose(requests)
     assert drafts[0] is not None
-    assert list(drafts[0].token_ids) == greedy_tokens(reference, expected[last], TEXT[last]) != plain
+    token_ids, confidences = reference.draft(expected[last], states[last], TEXT[last])
+    assert list(drafts[0].token_ids) == token_ids != plain
+    assert drafts[0].confidence == pytest.approx(confidences, abs=1e-4)
     assert drafts[1] is not None and len(drafts[1].token_ids) == 4
     alone = drafter.propose(requests[1:])[0]
     assert alone is not None and alone.token_ids == drafts[1].token_ids
+    assert alone.confidence == pytest.approx(drafts[1].confidence)
+    swapped = drafter.propose(requests[::-1])[1]  # the other one ends before it
+    assert swapped is not None and list(swapped.token_ids) == token_ids
+
+
+def test_draft_ends_where_the_confidence_head_says_so(tmp_path: Path) -> None:
+    """NaN in its weights costs drafts of one token, not an answer."""
+    bed = make_bed(tmp_path, LAYOUTS["DSpark"])
+    change_tensors(bed.path, **{"confidence_head.proj.bias": torch.tensor([torch.nan])})
+    ops = make_ops("reference")
+    runner = Runner(bed, ops)
+    drafter = HeadDrafter(runner.head, ops, runner.kv, Sampler(ops, 272, []), COUNT, 128, 272)
+    runner.commit(0, len(TEXT) - 1)
+    state = RequestState(Request("a", tuple(TEXT), GREEDY, seed=0), 0, 128)
+    state.num_computed = len(TEXT) - 1
+    state.blocks.extend(runner.blocks[: -(-len(TEXT) // BLOCK_SIZE)])
+    (draft,) = drafter.propose([DraftRequest(state, COUNT, min_prob=0.01)])
+    assert draft is not None and len(draft.token_ids) == 1 and draft.confidence == (0.0,)
 
 
 @pytest.mark.parametrize("isa", isas_under_test())
@@ -480,11 +540,11 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         '`attention_mode` = "gqa" is not supported',
     ),
-    "gated Markov head": (
+    "type of the Markov head": (
         "DSpark, speculators",
-        {"markov_head_type": "gated"},
+        {"markov_head_type": "lstm"},
         {},
-        '`markov_head_type` must be "vanilla"',
+        "`markov_head_type` must be one of vanilla, gated, rnn, got 'lstm'",
     ),
     "hidden states": (
         "DSpark, DeepSpec",

@@ -28,7 +28,7 @@ from foreword.models.interfaces import KVCache, ParallelDraft
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import kv_bytes_per_token, scratch_bytes
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.drafters.draft_model import EagerDraftLoop
+from foreword.speculation.drafters.eager_draft_loop import EagerDraftLoop
 from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.weights.trained_heads import head_method
