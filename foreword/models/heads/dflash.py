@@ -32,7 +32,7 @@ from foreword.models.heads.head_vocabulary import (
     load_embedding,
     load_lm_head,
 )
-from foreword.models.heads.markov import KINDS, NO_MARKOV_HEAD, MarkovConfig, MarkovHead
+from foreword.models.heads.markov import KINDS, NO_MARKOV_HEAD, DSparkMarkovHead, MarkovConfig
 from foreword.models.interfaces import KVCache, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
@@ -215,7 +215,7 @@ class DFlash:
         vocab_sizes = target.vocab_size, config.draft_vocab_size
         if config.markov.rank:
             markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
-            self.parallel = replace(parallel, markov=MarkovHead(*markov_options, self._scaled_logits))
+            self.parallel = replace(parallel, markov=DSparkMarkovHead(*markov_options, self._scaled_logits))
         else:
             self.parallel = parallel
             self._norm = self._norm.scaled(config.logit_scale)

@@ -40,7 +40,7 @@ class MarkovConfig:
 NO_MARKOV_HEAD = MarkovConfig()
 
 
-class MarkovHead:
+class DSparkMarkovHead:
     """See interfaces.MarkovHead."""
 
     def __init__(
