@@ -213,12 +213,9 @@ class DFlash:
         self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
         vocab_sizes = target.vocab_size, config.draft_vocab_size
-        if config.markov.rank:
-            markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
-            self.parallel = replace(parallel, markov=DSparkMarkovHead(*markov_options, self._scaled_logits))
-        else:
-            self.parallel = parallel
-            self._norm = self._norm.scaled(config.logit_scale)
+        markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
+        markov = DSparkMarkovHead(*markov_options, self._scaled_logits) if config.markov.rank else None
+        self.parallel = replace(parallel, markov=markov)
         markov_parameters = config.markov.rank * sum(vocab_sizes)
         own_rows = layers.vocab_size * is_own + config.draft_vocab_size
         own_parameters = own_rows * size if lm_head is not target.lm_head else 0
@@ -252,6 +249,10 @@ class DFlash:
         """See Head. With a Markov head the result is hidden states, of which it makes logits."""
         cache = kv_cache.head
         assert cache is not None
+        norm = self._norm.scaled(self._config.logit_scale)
+
+        def output(x: Tensor) -> Tensor:
+            return self._logits(norm(x)) if self.parallel.markov is None else self._norm(x)
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops
@@ -259,13 +260,11 @@ class DFlash:
             contexts = self._contexts(batch)
             for layer, context, memory in zip(self._layers, contexts, cache.layers, strict=True):
                 x = layer(x, context, memory)
-            hidden = self._norm(ops.index_rows(x, batch.sample_rows))
-            return self._logits(hidden) if self.parallel.markov is None else hidden
+            return output(ops.index_rows(x, batch.sample_rows))
 
         return self._ops.compile(draft)
 
     def _scaled_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of a Markov head, which reads the hidden states before they are scaled."""
         return self._logits(hidden * self._config.logit_scale)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
