@@ -137,15 +137,17 @@ def _test_stages(path: str) -> list[list[str]]:
     return [[file.relative_to(ROOT).as_posix() for file in stage] for stage in fast if stage]
 
 
-def run_mutant(mutant: Mutant, tree: Path) -> Mutant:
-    """The mutant with the test file that caught it."""
+def run_mutant(mutant: Mutant, number: int, tree: Path) -> Mutant:
+    """The mutant with the test file that caught it; `number` differs from that of the others."""
     target = tree / mutant.path
     source = target.read_text()
     module = ast.parse(source)
     _, _, node = list(_changes(module))[mutant.index]
     _mutate(node)
     target.write_text(ast.unparse(ast.fix_missing_locations(module)))
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.utime(target, (number, number))  # bytecode knows its source by time and size
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
+    env["PYTHONDONTWRITEBYTECODE"] = ""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
     try:
         for stage in _test_stages(mutant.path):
@@ -185,8 +187,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__"))
-        for mutant in track(choose(args.num, args.seed), "mutants", console=console):
-            done.append(result := run_mutant(mutant, tree))
+        for number, mutant in enumerate(track(choose(args.num, args.seed), "mutants", console=console)):
+            done.append(result := run_mutant(mutant, number, tree))
             outcome = result.caught_by or "SURVIVED"
             console.print(f"{result.path}:{result.line} {result.change}: {outcome}", highlight=False)
             if args.json:

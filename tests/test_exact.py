@@ -122,7 +122,7 @@ PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.prod
 
 
 PAIRS_PER_FAMILY = 4
-SHARES = 1 + PAIRS_PER_FAMILY if is_full() else len(SETTINGS["speculate"]) // 2
+SHARES = 1 + PAIRS_PER_FAMILY if is_full() else len(SETTINGS["speculate"]) // 3
 
 
 def combinations(turn: int, product: bool) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def combinations(turn: int, product: bool) -> list[dict[str, Any]]:
     if is_full():
         places = range(PAIRS_PER_FAMILY * turn, PAIRS_PER_FAMILY * (turn + 1))
         return [CROWDED, *(PAIRS[place % len(PAIRS)] for place in places)]
-    drafters = [drafter for i, drafter in enumerate(SETTINGS["speculate"]) if (i + turn) % 2 == 0]
+    drafters = [drafter for i, drafter in enumerate(SETTINGS["speculate"]) if (i + turn) % 3 == 0]
     return [
         CROWDED | {"speculate": drafter, "draft_length": "adaptive" if drafter == "auto" else "fixed"}
         for drafter in drafters

@@ -119,7 +119,7 @@ KEPT_FAMILIES = ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))
             *((family, "none") for family in KILLED_FAMILIES),
             *((family, tier) for family in KEPT_FAMILIES for tier in ("disk", "memory")),
         ],
-        2,
+        4,
     ),
 )
 async def test_long_answers_with_a_drafter_survive_killed_engines(

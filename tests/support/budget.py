@@ -1,4 +1,4 @@
-"""Share of the suite that runs: all tests with `pytest --full`; three times as many generated examples."""
+"""Share of the suite that runs: all tests with `pytest --full`; five times as many generated examples."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck
 
 Case = TypeVar("Case")
 VARIABLE = "FOREWORD_TEST_FULL"
-SHARE, FULL_SHARE = 10, 3  # divisors of the number of examples, without and with --full
+SHARE, FULL_SHARE = 15, 3  # divisors of the number of examples, without and with --full
 SHARED_FIXTURES: Final = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # shared by examples
 
 

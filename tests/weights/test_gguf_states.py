@@ -135,7 +135,7 @@ def write_mtp_head(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor(f"blk.3.{name}.weight", np.ones(shape, np.float32))
 
 
-@pytest.mark.parametrize("case", some_of(CASES, 2))
+@pytest.mark.parametrize("case", some_of(CASES, 4))
 def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> None:
     family, options, keys = CASES[case]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **options)
@@ -172,7 +172,7 @@ def to_rounded(checkpoint: Path, kind: Callable[[str], Kind]) -> None:
             *(("qwen3_5_text", kind) for kind in (Kind.Q4_0, Kind.Q4_K)),
             ("qwen3_next", Kind.Q4_K),
         ],
-        2,
+        4,
     ),
 )
 def test_quantized_gguf_equals_rounded_checkpoint(family: str, kind: Kind, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
         return model_loader.read_model_info(file.path)
 
 
-@pytest.mark.parametrize("family", some_of(GGUF_FAMILIES, 3))
+@pytest.mark.parametrize("family", some_of(GGUF_FAMILIES, 6))
 def test_any_value_is_accepted_or_refused(
     family: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", some_of(CASES, 4))
+@pytest.mark.parametrize("case", some_of(CASES, 8))
 def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path, family, **overrides)

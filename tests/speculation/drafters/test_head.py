@@ -33,6 +33,7 @@ from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.weights.trained_heads import head_method
 from tests.support.block_heads import greedy_tokens, read_reference, train_block_head
+from tests.support.budget import some_of
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.engines import load_engine, make_request, run, tokens_of, verified_drafts
 from tests.support.heads import (
@@ -198,7 +199,7 @@ def test_controller_measures_the_passes_of_the_head(trained: Trained) -> None:
     run(engine, requests())
 
 
-@pytest.fixture(scope="module", params=["p-eagle", "dflash", "dspark"])
+@pytest.fixture(scope="module", params=some_of(["dspark", "dflash", "p-eagle"], 3))
 def trained_block(
     request: pytest.FixtureRequest, trained: Trained, tmp_path_factory: pytest.TempPathFactory
 ) -> Trained:

@@ -23,7 +23,7 @@ from foreword.speculation.drafters import text as text_drafter
 from foreword.speculation.drafters.text import TextDrafter, TextIndex
 from foreword.speculation.engine_drafter import DraftRequest
 from foreword.tokenizer.tokenizer import Tokenizer
-from tests.support.budget import examples
+from tests.support.budget import examples, some_of
 
 CALL, END = "<tool_call>", "</tool_call>"
 CODE = """\
@@ -395,7 +395,7 @@ def test_hostile_text_costs_in_proportion(library: ctypes.CDLL, make: object) ->
     )  # a line has up to 1,024 bytes
 
 
-@pytest.mark.parametrize("text", ["=", "\n", "some words of prose "])
+@pytest.mark.parametrize("text", some_of(["=", "\n", "some words of prose "], 3))
 def test_memory_of_texts_is_bounded(library: ctypes.CDLL, text: str) -> None:
     """Also of long tokens: a prompt of them holds many times what the same number of common ones does."""
     vocabulary = replace(VOCABULARY, tokens=(text.encode() * (64 // len(text)),), marker_ids=(), eos_ids=())
