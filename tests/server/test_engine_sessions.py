@@ -180,10 +180,10 @@ def test_hung_up_router_ends_its_requests(node: RunningServer) -> None:
 
 
 def test_silent_router_ends_its_session(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_sessions, "LEASE_S", 0.2)
     node.set_output(FakeOutput(hang_after=1))
     with session(node) as (session_id, lines):
         assert send(node, session_id, submission(f"{session_id}-1")).status_code == 204
+        monkeypatch.setattr(engine_sessions, "LEASE_S", 0.2)
         for _ in lines:  # until the server ends it
             pass
         wait_until(lambda: not node.client.live)
