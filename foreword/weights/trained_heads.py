@@ -80,11 +80,12 @@ class MTPNames:
             return cls("mtp.", "fc", *norms, "layers.0.", "norm")
         return None
 
-    @property
-    def needed(self) -> set[str]:
-        """Some tensors of a head, without which it is not used: quantizers have left out parts."""
-        names = (self.fc, self.embedding_norm, self.hidden_norm, self.norm)
-        return {f"{self.prefix}{name}.weight" for name in (*names, f"{self.layer}input_layernorm")}
+    def are_stored(self, names: set[str]) -> bool:
+        """Whether a checkpoint with these tensors has some that no head lacks: quantizers have left out parts."""
+        norms = (self.embedding_norm, self.hidden_norm, self.norm, f"{self.layer}input_layernorm")
+        fc = f"{self.prefix}{self.fc}."  # quantized, its tensors have other names
+        has_norms = {f"{self.prefix}{norm}.weight" for norm in norms} <= names
+        return has_norms and any(name.startswith(fc) for name in names)
 
 
 def head_method(path: Path, target: Path | None = None) -> str | None:
@@ -147,7 +148,7 @@ def _folder_brings_mtp_head(path: Path) -> bool:
     if names is None or config.get("mtp_use_dedicated_embeddings", False):
         return False
     stored = _stored_names(path)
-    return names.needed <= stored if stored else any(config.get(key, 0) for key in MTP_COUNTS)
+    return names.are_stored(stored) if stored else any(config.get(key, 0) for key in MTP_COUNTS)
 
 
 def _stored_names(path: Path) -> set[str]:
