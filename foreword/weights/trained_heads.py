@@ -81,7 +81,7 @@ class MTPNames:
         return None
 
     def are_stored(self, names: set[str]) -> bool:
-        """Whether a checkpoint with these tensors has some that no head lacks: quantizers have left out parts."""
+        """Whether tensors that no head lacks are among a checkpoint's: quantizers have left out parts."""
         norms = (self.embedding_norm, self.hidden_norm, self.norm, f"{self.layer}input_layernorm")
         fc = f"{self.prefix}{self.fc}."  # quantized, its tensors have other names
         has_norms = {f"{self.prefix}{norm}.weight" for norm in norms} <= names
