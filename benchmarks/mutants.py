@@ -145,9 +145,13 @@ def run_mutant(mutant: Mutant, number: int, tree: Path) -> Mutant:
     _, _, node = list(_changes(module))[mutant.index]
     _mutate(node)
     target.write_text(ast.unparse(ast.fix_missing_locations(module)))
-    os.utime(target, (number, number))  # bytecode knows its source by time and size
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
-    env["PYTHONDONTWRITEBYTECODE"] = ""
+    os.utime(target, (number, number))  # stale bytecode is told by time and size
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONPYCACHEPREFIX": str(tree / "bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
     try:
         for stage in _test_stages(mutant.path):

@@ -20,9 +20,6 @@ from tests.support.device import DEVICE, PARTIAL, limit_memory_info, missing_pac
 
 TESTS = Path(__file__).parent
 
-# Imports make little garbage, and a full collection of all modules stops a server in this process for 0.6 s
-gc.disable()
-
 # Without a GPU, Triton's kernels run in its interpreter; Triton reads this when a kernel is defined.
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -138,10 +135,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """From here on only what tests create is looked through for garbage."""
+    """A full garbage collection over all modules stops a server in this process for 0.6 s."""
     gc.collect()
     gc.freeze()
-    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries report what they still find at the end of the process."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -173,7 +173,9 @@ class DraftTokens:
     """Draft tokens of one request; fewer than max_tokens at the logprob floor or without a legal token."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # each token's, in the distribution it was sampled from
+    logprobs: tuple[
+        float, ...
+    ]  # each token's, in the distribution it was sampled from; or a confidence head's
 
 
 @runtime_checkable

@@ -48,13 +48,15 @@ class KVCache(Protocol):
 class MarkovStep:
     """What a Markov head says of one token of each draft."""
 
-    bias: Tensor  # of its logits, float32 [R, V of the target]
-    state: Tensor  # of the next step, as MarkovHead.initial_state()
-    logprobs: Tensor | None  # float32 [R]: that the target accepts it; None: no confidence head
+    bias: Tensor  # float32 [R, V of the target], added to its logits
+    state: Tensor  # input of the next step
+    logprobs: (
+        Tensor | None
+    )  # float32 [R]: log-probability that the target accepts it; None: no confidence head
 
 
 class MarkovHead(Protocol):
-    """Samples the tokens of a pass one after the other: the logits of a token depend on those before."""
+    """Logits of a pass whose tokens are sampled one after the other, since each depends on those before."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, h] of a pass -> float32 [R, V of the target], without the bias."""

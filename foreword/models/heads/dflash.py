@@ -49,7 +49,7 @@ UNUSED_DSPARK_KEYS = (
     *("attention_mode", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
     *("num_anchors", "projector_type"),
 )
-# A confidence head that says nothing, since it is disabled or there is no Markov head
+# A confidence head that is disabled, or has no Markov head beside it
 UNUSED_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 # DeepSpec's config has no `dflash_config`, and these beside the options of the layers
 DEEPSPEC_KEYS = (

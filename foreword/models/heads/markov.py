@@ -1,4 +1,4 @@
-"""Markov heads of DSpark: what the tokens of a draft add to the logits behind them, and a confidence head.
+"""Markov heads of DSpark: the logits of a token depend on the draft's tokens before it; and confidence heads.
 
 Source: SpecForge and DeepSpec (`markov_head.py`, `AcceptRatePredictor`).
 """
@@ -33,8 +33,10 @@ class MarkovConfig:
 
     rank: int = 0  # 0: no Markov head
     kind: str = "vanilla"
-    has_confidence: bool = False  # if the checkpoint stores its tensors
-    confidence_reads_token: bool = True  # beside the hidden state, the token before
+    uses_confidence: bool = False  # the checkpoint may have no confidence head all the same
+    confidence_reads_token: bool = (
+        True  # the confidence head reads the token before, not only the hidden state
+    )
 
 
 NO_MARKOV_HEAD = MarkovConfig()
@@ -75,7 +77,7 @@ class DSparkMarkovHead:
         }[config.kind]
         self._proj = self._load_linear(body, precision, name, width, size) if name else None
         self._confidence: Linear | None = None
-        if config.has_confidence and weights.has(f"{CONFIDENCE}.weight"):
+        if config.uses_confidence and weights.has(f"{CONFIDENCE}.weight"):
             width = hidden_size + rank * config.confidence_reads_token
             self._confidence = self._load_linear(weights, precision, CONFIDENCE, width, 1)
 
@@ -86,7 +88,7 @@ class DSparkMarkovHead:
     def step(self, hidden: Tensor, token_ids: Tensor, state: Tensor) -> MarkovStep:
         """See interfaces.MarkovHead."""
         token = self._embedding(token_ids)
-        latent, confidence = token, None
+        latent, logprobs = token, None
         if self._config.kind == "gated":
             latent = token * self._project((hidden, token)).sigmoid().to(token.dtype)
         elif self._config.kind == "rnn":
@@ -97,8 +99,8 @@ class DSparkMarkovHead:
         if self._confidence is not None:
             parts = (hidden, token) if self._config.confidence_reads_token else (hidden,)
             score = self._confidence(self._ops.concat(parts))[:, 0]
-            confidence = F.logsigmoid(score).nan_to_num(nan=-torch.inf)
-        return MarkovStep(self._output(latent), state, confidence)
+            logprobs = F.logsigmoid(score).nan_to_num(nan=-torch.inf)
+        return MarkovStep(self._output(latent), state, logprobs)
 
     def _load_linear(
         self, weights: Weights, precision: Precision, name: str, width: int, size: int

@@ -1,4 +1,4 @@
-"""Drafts of a model or a head with passes and sampler calls of torch, for what the native loop cannot do."""
+"""Drafting pass by pass, for requests and backends that the native loop does not support."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EagerDraftLoop:
         ]
         logits = self._run_pass(drafts)
         active = [draft for draft in drafts if draft.job.max_tokens]
-        if active and active[0].job.in_one_pass:  # as all jobs
+        if active and active[0].job.in_one_pass:  # all jobs are
             self._sample_one_pass(logits, active)
             active = []
         while active:
@@ -131,7 +131,7 @@ class EagerDraftLoop:
         fixed = [draft.job.fixed_position for draft in drafts if draft.job.fixed_position is not None]
         if fixed:
             batch = at_fixed_positions(batch, fixed)
-        if batch.prev_slots is not None and drafts[0].job.mask_slot is not None:  # of all jobs
+        if batch.prev_slots is not None and drafts[0].job.mask_slot is not None:  # all jobs have it
             prev_slots = torch.full_like(batch.prev_slots, drafts[0].job.mask_slot)
             firsts = torch.tensor(batch.query_start_loc[:-1], device=prev_slots.device)
             batch = replace(batch, prev_slots=prev_slots.index_copy_(0, firsts, batch.prev_slots[firsts]))
@@ -186,7 +186,7 @@ class EagerDraftLoop:
     ) -> None:
         """Sample the next token of each draft; logits [len(drafts), V].
 
-        logprobs  [len(drafts)]: that the target accepts it; None: that of the token itself
+        logprobs  [len(drafts)] of a confidence head; None: those of the tokens themselves
         """
         samples = self._sample_rows(logits, [draft.row for draft in drafts])
         given = [None] * len(drafts) if logprobs is None else logprobs.tolist()

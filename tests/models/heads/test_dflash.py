@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,18 @@ class Layout:
     options: dict[str, bool] = field(default_factory=dict)  # of head_tensors()
 
 
+SPECULATORS_DSPARK = Layout(
+    "dspark",
+    speculators=True,
+    draft_size=DRAFT_SIZE,
+    own={
+        "block_size": COUNT,
+        "sample_from_anchor": True,
+        "markov_rank": MARKOV_RANK,
+        "enable_confidence_head": True,
+    },
+    reference={"samples_anchor": True},
+)
 LAYOUTS = {
     "original": Layout(),
     "original, windows in some layers": Layout(
@@ -112,37 +124,14 @@ LAYOUTS = {
     ),
     "DSpark": Layout("dspark", config={"block_size": COUNT}, reference={"samples_anchor": True}),
     "DSpark, masks": Layout("dspark", own={"sample_from_anchor": False}),
-    "DSpark, speculators": Layout(
-        "dspark",
-        speculators=True,
-        draft_size=DRAFT_SIZE,
-        own={
-            "block_size": COUNT,
-            "sample_from_anchor": True,
-            "markov_rank": MARKOV_RANK,
-            "enable_confidence_head": True,
-        },
-        reference={"samples_anchor": True},
-    ),
+    "DSpark, speculators": SPECULATORS_DSPARK,
     "DSpark, gated": Layout(
         "dspark",
         config={"block_size": COUNT},
         own={"markov_head_type": "gated"},
         reference={"samples_anchor": True},
     ),
-    "DSpark, rnn": Layout(
-        "dspark",
-        speculators=True,
-        draft_size=DRAFT_SIZE,
-        own={
-            "block_size": COUNT,
-            "sample_from_anchor": True,
-            "markov_head_type": "rnn",
-            "markov_rank": MARKOV_RANK,
-            "confidence_head_with_markov": True,
-        },
-        reference={"samples_anchor": True},
-    ),
+    "DSpark, rnn": replace(SPECULATORS_DSPARK, own=SPECULATORS_DSPARK.own | {"markov_head_type": "rnn"}),
     "DSpark, scaled": Layout(
         "dspark",
         config={"block_size": COUNT},
@@ -397,7 +386,7 @@ def test_tokens_and_confidences_of_dspark_depend_on_the_ones_before(bed: Bed, ba
 
 
 def test_draft_ends_where_the_confidence_head_says_so(tmp_path: Path) -> None:
-    """NaN in its weights costs drafts of one token, not an answer."""
+    """NaN in its weights is no confidence at all."""
     bed = make_bed(tmp_path, LAYOUTS["DSpark"])
     change_tensors(bed.path, **{"confidence_head.proj.bias": torch.tensor([torch.nan])})
     ops = make_ops("reference")
