@@ -1,11 +1,12 @@
 """Breaks the code in small ways, one at a time, and counts the breaks that tests notice.
 
-    python -m benchmarks.mutants --num 120 --seed 1 --json before.json
+    python -m benchmarks.mutants --num 120 --seed 1 --jobs 2 --json after.json
+    python -m benchmarks.mutants --survivors after.json  # with other tests: which of them would notice more
 
 A mutant changes one operator, constant, condition, return value or statement of a module below PACKAGES,
 chosen by the seed. It runs in a copy of the tree, against the test file of the module's name, then the tests
 of its package, then FALLBACK, as far as `make test` runs them; the first failure ends it. A mutant that
-survives is printed: a test is missing there, or the change is harmless. It takes half a minute of a core.
+survives is printed: a test is missing there, or the change is harmless. It takes a minute of a core.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import Queue
 
 from rich.console import Console
 from rich.progress import track
@@ -32,7 +35,7 @@ from tests.conftest import FULL_ONLY
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("core", "engine", "kv_cache", "sampling", "speculation", "engine_client", "server")
-FALLBACK = ("tests/test_llm.py", "tests/test_exact.py", "tests/test_limits.py")
+FALLBACK = ("tests/test_llm.py", "tests/test_exact*.py", "tests/test_limits.py")
 TIMEOUT_S = 900
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -132,7 +135,7 @@ def _test_stages(path: str) -> list[list[str]]:
         folder = folder.parent
     first = [own] if own.exists() else sorted(folder.glob(f"test_{module.stem}*.py"))
     rest = sorted(set((ROOT / "tests" / module.parts[1]).rglob("test_*.py")) - set(first))
-    stages = [first, rest, [ROOT / name for name in FALLBACK]]
+    stages = [first, rest, [file for name in FALLBACK for file in sorted(ROOT.glob(name))]]
     fast = [[file for file in stage if _is_fast(file)] for stage in stages]
     return [[file.relative_to(ROOT).as_posix() for file in stage] for stage in fast if stage]
 
@@ -179,20 +182,41 @@ def run_mutant(mutant: Mutant, number: int, tree: Path) -> Mutant:
         target.write_text(source)
 
 
+def read_survivors(path: Path) -> list[Mutant]:
+    """The mutants of an earlier run that no test caught."""
+    mutants = [Mutant(**fields) for fields in json.loads(path.read_text())]
+    return [mutant for mutant in mutants if not mutant.caught_by]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num", type=int, default=120, help="mutants (default: 120)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--survivors", type=Path, metavar="FILE", help="try those of an earlier --json again")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at once, each in its own copy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the mutants, after each of them")
     args = parser.parse_args()
+    mutants = read_survivors(args.survivors) if args.survivors else choose(args.num, args.seed)
     console, done = Console(stderr=True), []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__"))
-        for number, mutant in enumerate(track(choose(args.num, args.seed), "mutants", console=console)):
-            done.append(result := run_mutant(mutant, number, tree))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        trees: Queue[Path] = Queue()
+        for number in range(args.jobs):
+            tree = Path(folder) / f"tree{number}"
+            ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__")
+            trees.put(shutil.copytree(ROOT, tree, ignore=ignored))
+
+        def run(number: int, mutant: Mutant) -> Mutant:
+            tree = trees.get()
+            try:
+                return run_mutant(mutant, number, tree)
+            finally:
+                trees.put(tree)
+
+        runs = [pool.submit(run, number, mutant) for number, mutant in enumerate(mutants)]
+        for future in track(as_completed(runs), "mutants", total=len(runs), console=console):
+            done.append(result := future.result())
             outcome = result.caught_by or "SURVIVED"
             console.print(f"{result.path}:{result.line} {result.change}: {outcome}", highlight=False)
             if args.json:
