@@ -6,8 +6,8 @@ import time
 import uuid
 from array import array
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -15,8 +15,7 @@ from pydantic import Field
 from foreword.embedding.encoder_messages import FLOAT_BYTES, normalize_embedding
 from foreword.errors import InvalidRequest, shown
 from foreword.server.answering.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
-from foreword.server.apis.body import RequestBody, TextOrIds, TextsOrIds, is_token_ids
-from foreword.server.apis.ignored_fields import EMBEDDING, POOLING, IgnoredField
+from foreword.server.apis.body import TABLES, RequestBody, TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.http.responses import CLIENT_CLOSED, json_pieces
 from foreword.server.intake import IntakeRoute
@@ -32,14 +31,14 @@ VECTOR_LEVELS = 3  # lists and maps of an answer around a vector
 class PoolingBody(RequestBody):
     """Fields of every request for vectors or scores."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = POOLING
+    peer_fields = TABLES["pooling"]
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: the model's limit
 
 
 class EmbeddingBody(PoolingBody):
     """OpenAI's fields, vLLM's, and `pooling` and `prompt_name`."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = EMBEDDING
+    peer_fields = TABLES["embedding"]
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from foreword.errors import InvalidRequest
 from foreword.server.answering.embeddings import Scorer, get_scorer, with_metrics
-from foreword.server.apis.body import StrictModel
+from foreword.server.apis.body import TABLES, StrictModel
 from foreword.server.apis.embeddings import MAX_INPUTS, PoolingBody
-from foreword.server.apis.ignored_fields import RANKING, IgnoredField
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.responses import CLIENT_CLOSED, JSONResponse
 from foreword.server.intake import IntakeRoute
@@ -34,7 +33,7 @@ class DocumentBody(StrictModel):
 class RankingBody(PoolingBody):
     """Fields of rerank and score."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RANKING
+    peer_fields = TABLES["ranking"]
 
 
 class RerankBody(RankingBody):

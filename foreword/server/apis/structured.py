@@ -10,8 +10,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported, shown
-from foreword.server.apis.body import StrictModel, refusal
-from foreword.server.apis.ignored_fields import JSON_SCHEMA, STRUCTURED_OUTPUTS, IgnoredField
+from foreword.server.apis.body import TABLES, StrictModel, refusal
 
 Schema = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]})
@@ -51,7 +50,7 @@ class NamedSchema(SchemaHolder):
     """OpenAI's `json_schema`. Every schema is enforced, `strict` or not."""
 
     schema_form: ClassVar[str] = '{"name": ..., "schema": ...}'
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = JSON_SCHEMA
+    peer_fields = TABLES["json_schema"]
     name: str | None = None
     schema_: Schema = Field(alias="schema")
 
@@ -103,7 +102,7 @@ class ResponseFormat(StrictModel):
 class StructuredOutputsBody(StrictModel):
     """vLLM's `structured_outputs`, and `after`: the text, such as "</think>", that starts the constraint."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = STRUCTURED_OUTPUTS
+    peer_fields = TABLES["structured_outputs"]
     json_: Schema = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None

@@ -12,9 +12,8 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form, count_parts
+from foreword.server.apis.body import TABLES, RequestBody, StrictModel, check_tool_form, count_parts
 from foreword.server.apis.chat.body import MessageContent
-from foreword.server.apis.ignored_fields import MESSAGES_API, IgnoredField
 from foreword.server.apis.messages.conversation import MessagesConversation
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.apis.structured import Constraint, SchemaHolder
@@ -196,7 +195,7 @@ class ConversationBody(StrictModel):
 class MessagesBody(SamplingBody, ConversationBody):
     """Anthropic's fields, and the sampling fields of the other routes."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MESSAGES_API
+    peer_fields = TABLES["messages_api"]
     aliases: ClassVar[Mapping[str, str]] = RequestBody.aliases
     stop: str | list[str] | None = Field(default=None, alias="stop_sequences")
 
@@ -219,4 +218,4 @@ class MessagesBody(SamplingBody, ConversationBody):
 
 
 class CountTokensBody(RequestBody, ConversationBody):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MESSAGES_API
+    peer_fields = TABLES["messages_api"]

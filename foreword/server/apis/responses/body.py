@@ -14,6 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import (
+    TABLES,
     RequestBody,
     StrictModel,
     check_tool_form,
@@ -21,7 +22,6 @@ from foreword.server.apis.body import (
     custom_input_grammar,
 )
 from foreword.server.apis.chat.body import reasoning_options
-from foreword.server.apis.ignored_fields import RESPONSE_REASONING, RESPONSES, IgnoredField
 from foreword.server.apis.responses.items import (
     HOSTED_ITEMS,
     InputItem,
@@ -88,7 +88,7 @@ class FlatTool(StrictModel):
 
 
 class ReasoningFields(StrictModel):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSE_REASONING
+    peer_fields = TABLES["response_reasoning"]
     effort: str | None = None
     summary: str | None = None  # a hint: nothing is summarized here
     enabled: bool | None = None  # OpenRouter's, as the next one
@@ -236,13 +236,13 @@ class ItemsBody(StrictModel):
 
 
 class InputTokensBody(ItemsBody, RequestBody):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSES
+    peer_fields = TABLES["responses"]
 
 
 class ResponsesBody(SamplingBody, ItemsBody):
     """OpenAI's fields, and the sampling fields of the other routes."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSES
+    peer_fields = TABLES["responses"]
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None  # no effect: it limits tools that a server runs
     top_logprobs: int | None = None
