@@ -21,7 +21,7 @@ from foreword.config.options import Config
 from foreword.config.units import parse_bytes
 from foreword.errors import ModelLoading
 from foreword.server.admission import AdmissionMiddleware
-from foreword.server.apis import completions, embeddings, ranking
+from foreword.server.apis import completions, embeddings
 from foreword.server.apis.chat import routes as chat
 from foreword.server.apis.messages import routes as messages
 from foreword.server.apis.responses import routes as responses
@@ -36,7 +36,7 @@ from foreword.server.http.middleware import (
 )
 from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, RouteTable
 from foreword.server.registry import ServedModels
-from foreword.server.routes import admin, engine_sessions, probes, replicas, slots, tokenize, ui
+from foreword.server.routes import admin, engine, probes, slots, tokenize, ui
 from foreword.server.routes import models as model_routes
 from foreword.utils.logging import log_model
 
@@ -47,7 +47,6 @@ ROUTERS = (
     messages.router,
     completions.router,
     embeddings.router,
-    ranking.router,
     tokenize.router,
     probes.health_router,
     probes.router,
@@ -65,7 +64,11 @@ SUGGESTED_PATHS = tuple(
     if isinstance(route, APIRoute) and route.include_in_schema
 )
 ROUTE_TABLE = RouteTable(
-    (route for router in (*ROUTERS, engine_sessions.router, replicas.router) for route in router.routes),
+    (
+        route
+        for router in (*ROUTERS, engine.sessions_router, engine.replicas_router)
+        for route in router.routes
+    ),
     "/openapi.json",
 )
 # FastAPI's own telemetry quotes what clients send; older versions ignore this. Ours is metrics/tracing.py.
@@ -108,12 +111,12 @@ def create_app(models: ServedModels, health: Health, drain: DrainState, request_
             app.include_router(router)
     app.state.engine_sessions = None
     if any(model.config.remote_urls for model in models.models):
-        app.include_router(replicas.router)
+        app.include_router(engine.replicas_router)
     elif models.config.engine_key is not None:
-        app.state.engine_sessions = engine_sessions.EngineSessions(
+        app.state.engine_sessions = engine.EngineSessions(
             drain, parse_bytes("image_memory", models.config.image_memory)
         )
-        app.include_router(engine_sessions.router)
+        app.include_router(engine.sessions_router)
     add_error_handlers(app, SUGGESTED_PATHS)
     _add_middleware(app, models, drain, request_log)
     return app
@@ -172,7 +175,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _tick(
-    models: ServedModels, request_log: RequestLog, sessions: engine_sessions.EngineSessions | None
+    models: ServedModels, request_log: RequestLog, sessions: engine.EngineSessions | None
 ) -> None:
     """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:

@@ -121,7 +121,6 @@ class Keyring:
         usage: UsageLog | None = None,  # counts tokens of the day
         on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
         now: Callable[[], float] = time.time,  # Unix time, for expiry
-        clock: Callable[[], float] = time.monotonic,  # clock of the limits
         engine_key: str | None = None,
         salt: bytes | None = None,  # of the command line's keys; None: a random one
     ) -> None:
@@ -133,7 +132,6 @@ class Keyring:
         self._usage = usage
         self._on_refusal = on_refusal
         self._now = now
-        self._clock = clock
         self._meters: dict[str, UsageMeter] = {}
         self._anonymous = KeyPermissions("", "", UsageMeter())
         self._file_stamp = _file_stamp(path)
@@ -228,7 +226,7 @@ class Keyring:
         )
         meter = self._meters.get(key.name)
         if meter is None:
-            return UsageMeter(limits, self._clock, self._on_refusal, key.name, self._usage)
+            return UsageMeter(limits, on_refusal=self._on_refusal, name=key.name, usage=self._usage)
         meter.limits = limits
         return meter
 
