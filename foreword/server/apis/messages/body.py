@@ -16,7 +16,7 @@ from foreword.server.apis.body import TABLES, RequestBody, StrictModel, check_to
 from foreword.server.apis.chat.body import MessageContent
 from foreword.server.apis.messages.conversation import MessagesConversation
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
-from foreword.server.apis.structured import Constraint, SchemaHolder
+from foreword.server.apis.structured import Constraint, SchemaHolder, StructuredOutputsBody
 from foreword.server.http.errors import rename_field
 
 OWN_TOOLS = (None, "custom", "function")  # types of tools that the client runs
@@ -112,10 +112,6 @@ class ConversationBody(StrictModel):
     def omit_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
-    def check_constraints(self) -> None:
-        super().check_constraints()
-        self.constraint()
-
     def constraint(self) -> Constraint:
         """The constraint on the answer's text. Raises InvalidRequest for two."""
         config = self.output_config
@@ -127,14 +123,6 @@ class ConversationBody(StrictModel):
             )
         given, name = (newer, "output_config.format") if newer is not None else (older, "output_format")
         return None if given is None else StructuredOutput.json_schema(given.schema_, field=f"{name}.schema")
-
-    def template_kwargs(self, continues: bool) -> dict[str, Any]:
-        """Arguments of ChatTemplate.render besides the messages."""
-        return {
-            "add_generation_prompt": not continues,
-            "continue_final_message": continues,
-            "options": self.chat_template_kwargs,
-        }
 
     def conversation(self, takes_images: bool) -> MessagesConversation:
         """The messages for a template. Raises InvalidRequest and Unsupported, which name the block.
@@ -206,16 +194,17 @@ class MessagesBody(SamplingBody, ConversationBody):
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
-        changes: dict[str, Any] = {"max_tokens": 1} if self.prompt_only else {}
-        if (constraint := self.constraint()) is not None:
-            if (other := self.structured()) is not None:
-                raise InvalidRequest(
-                    f"{constraint.field} and {other.field} cannot both constrain the answer", other.field
-                )
-            changes["structured"] = constraint
+        changes = {"max_tokens": 1} if self.prompt_only else {}
         with rename_field({"stop": "stop_sequences"}):
             return self.params_with(defaults, {}, **changes)
+
+    def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
+        return [self.constraint(), *super()._constraints(options)]
 
 
 class CountTokensBody(RequestBody, ConversationBody):
     peer_fields = TABLES["messages_api"]
+
+    def check_constraints(self) -> None:
+        super().check_constraints()
+        self.constraint()

@@ -93,7 +93,11 @@ async def _read_task(
         params,
         tools,
         body.reasoning(),
-        body.template_kwargs(conversation.continues),
+        {
+            "add_generation_prompt": not conversation.continues,
+            "continue_final_message": conversation.continues,
+            "options": body.chat_template_kwargs,
+        },
         prompt_only=isinstance(body, MessagesBody) and body.prompt_only,
         call_id_prefix="toolu_",
     )

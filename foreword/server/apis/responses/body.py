@@ -143,11 +143,6 @@ class ItemsBody(StrictModel):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check_constraints(self) -> None:
-        super().check_constraints()
-        if self.text is not None and self.text.format is not None:
-            self.text.format.constraint()
-
     def num_parts(self) -> tuple[int, str]:
         """Of an input that is not cut to the context."""
         items = self.input if isinstance(self.input, list) and self.truncation != "auto" else ()
@@ -218,6 +213,10 @@ class ItemsBody(StrictModel):
             for member in tool.tools or ()
         }
 
+    def constraint(self) -> Constraint:
+        """The constraint on the answer's text. Raises InvalidRequest."""
+        return self.text.format.constraint() if self.text and self.text.format else None
+
     def reasoning_options(self) -> ReasoningOptions:
         """Raises Unsupported for an effort that is not OpenAI's, InvalidRequest for a negative budget."""
         given = self.reasoning or ReasoningFields()
@@ -226,17 +225,12 @@ class ItemsBody(StrictModel):
             raise InvalidRequest(f"{name} must be at least 0, got {given.max_tokens}", name)
         return reasoning_options(given.enabled, given.effort, given.max_tokens, "reasoning.effort")
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of ChatTemplate.render besides the messages."""
-        return {
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "options": self.chat_template_kwargs,
-        }
-
 
 class InputTokensBody(ItemsBody, RequestBody):
     peer_fields = TABLES["responses"]
+
+    def check_constraints(self) -> None:
+        self.constraint()
 
 
 class ResponsesBody(SamplingBody, ItemsBody):
@@ -295,8 +289,7 @@ class ResponsesBody(SamplingBody, ItemsBody):
         return self.params_with(defaults, names, **changes)
 
     def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
-        text = self.text.format.constraint() if self.text and self.text.format else None
-        return [text, *super()._constraints(options)]
+        return [self.constraint(), *super()._constraints(options)]
 
     def _check_fields(self) -> None:
         try:
