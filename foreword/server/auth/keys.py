@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foreword.config.options import Config
 from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, Unauthorized, shown
 from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_key, read_key_file
-from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
+from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http.errors import error_response
 from foreword.server.slots import SlotKey
@@ -152,8 +152,9 @@ class Keyring:
         return any(key.admin for key in self._keys)
 
     @property
-    def entries(self) -> Sequence[tuple[Key, UsageMeter]]:
-        return [(key, self._meters[key.name]) for key in self._keys]
+    def meters(self) -> Sequence[UsageMeter]:
+        """Those of all keys."""
+        return list(self._meters.values())
 
     def identify(self, secret: bytes | None) -> KeyPermissions:
         """Permissions of a key. Raises Unauthorized, ExpiredKey.
@@ -221,13 +222,10 @@ class Keyring:
         self._meters = {key.name: self._meter_for(key) for key in self._keys}
 
     def _meter_for(self, key: Key) -> UsageMeter:
-        limits = KeyLimits(
-            key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day, key.max_concurrency
-        )
         meter = self._meters.get(key.name)
         if meter is None:
-            return UsageMeter(limits, on_refusal=self._on_refusal, name=key.name, usage=self._usage)
-        meter.limits = limits
+            return UsageMeter(key, on_refusal=self._on_refusal, usage=self._usage)
+        meter.set_key(key)
         return meter
 
 
