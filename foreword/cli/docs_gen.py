@@ -18,8 +18,7 @@ from foreword.config.options import option_fields
 from foreword.config.speculative_config import IGNORED_SPECULATIVE_FIELDS
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
-from foreword.server.apis import ignored_fields
-from foreword.server.apis.body import descriptions
+from foreword.server.apis.body import TABLES, IgnoredField, descriptions
 
 FLAGS_HEADER = """# Flags
 
@@ -177,23 +176,23 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
 )
-FIELDS: Mapping[str, Mapping[str, ignored_fields.IgnoredField]] = MappingProxyType(
+FIELDS: Mapping[str, Mapping[str, IgnoredField]] = MappingProxyType(
     {
-        "Chat and completions": ignored_fields.GENERATION,
-        "Chat alone": ignored_fields.CHAT,
-        "Completions alone": ignored_fields.COMPLETION,
-        "Messages": ignored_fields.MESSAGE,
-        "`/v1/responses`": ignored_fields.RESPONSES,
-        "`/v1/responses`: items of `input`": ignored_fields.RESPONSE_ITEM,
-        "`/v1/responses`: `reasoning`": ignored_fields.RESPONSE_REASONING,
-        "`/v1/messages`": ignored_fields.MESSAGES_API,
-        "`stream_options`": ignored_fields.STREAM_OPTIONS,
-        "`response_format.json_schema`": ignored_fields.JSON_SCHEMA,
-        "`structured_outputs`": ignored_fields.STRUCTURED_OUTPUTS,
-        "Embeddings and ranking": ignored_fields.POOLING,
-        "Embeddings alone": ignored_fields.EMBEDDING,
-        "Ranking alone": ignored_fields.RANKING,
-        "`/tokenize` and `/detokenize`": ignored_fields.TEMPLATE,
+        "Chat and completions": TABLES["generation"],
+        "Chat alone": TABLES["chat"],
+        "Completions alone": TABLES["completion"],
+        "Messages": TABLES["message"],
+        "`/v1/responses`": TABLES["responses"],
+        "`/v1/responses`: items of `input`": TABLES["response_item"],
+        "`/v1/responses`: `reasoning`": TABLES["response_reasoning"],
+        "`/v1/messages`": TABLES["messages_api"],
+        "`stream_options`": TABLES["stream_options"],
+        "`response_format.json_schema`": TABLES["json_schema"],
+        "`structured_outputs`": TABLES["structured_outputs"],
+        "Embeddings and ranking": TABLES["pooling"],
+        "Embeddings alone": TABLES["embedding"],
+        "Ranking alone": TABLES["ranking"],
+        "`/tokenize` and `/detokenize`": TABLES["template"],
     }
 )
 
@@ -297,7 +296,7 @@ def request_fields_page() -> str:
     return "\n".join(lines)
 
 
-def _peer_field(name: str, row: ignored_fields.IgnoredField) -> str:
+def _peer_field(name: str, row: IgnoredField) -> str:
     values = ["any"] if row.neutral is None else [f"`{json.dumps(value)}`" for value in row.neutral]
     cells = (f"`{name}`", row.source, ", ".join(values) or "null", row.reason)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -1,4 +1,4 @@
-"""The JSON between a RemoteClient and the server of an engine elsewhere (server/routes/engine_sessions.py).
+"""The JSON between a RemoteClient and the server of an engine elsewhere (server/routes/engine.py).
 
 A session is one streamed response: a line with a Greeting, then a line with a SessionReport for each step, at
 least every HEARTBEAT_S. The client's messages go the other way by POST, in order. Both ends check every

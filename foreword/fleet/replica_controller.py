@@ -134,7 +134,7 @@ class Cluster(Protocol):
 
 
 class RouterClient:
-    """The router's routes for replicas (server/routes/replicas.py), and those of the servers."""
+    """The router's routes for replicas (server/routes/engine.py), and those of the servers."""
 
     def __init__(self, url: str, key: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url

@@ -370,6 +370,8 @@ class MetricsRecorder(ServerCounters):
         stats = self._current_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
+        for drafter, spec_stats in self._spec_stats.items():
+            self._set_speculation(drafter, spec_stats)
         if self._max_loras:
             names = {
                 is_running: ",".join(
@@ -387,6 +389,23 @@ class MetricsRecorder(ServerCounters):
             self._registry.set_only("lora_requests_info", time.time(), *labels)
         return self._registry
 
+    def _set_speculation(self, drafter: str, stats: SpecDecodeStats) -> None:
+        """The sums of a drafter that has drafted."""
+        for name, value in {
+            "spec_drafts_total": stats.num_verify_steps,
+            "spec_draft_tokens_total": stats.num_drafted,
+            "spec_accepted_tokens_total": stats.num_accepted,
+            "spec_emitted_tokens_total": stats.num_emitted,
+            "spec_system_efficiency_ratio": stats.system_efficiency,
+            "spec_acceptance_ratio": stats.acceptance_rate,
+        }.items():
+            assert value is not None
+            self._registry.set(name, value, drafter)
+        counts = (stats.drafted_per_position, stats.accepted_per_position)
+        for name, per_position in zip(POSITION_METRICS, counts, strict=True):
+            for position, count in enumerate(per_position):
+                self._registry.set(name, count, drafter, str(position))
+
     def _current_stats(self) -> StepStats:
         return self._gauges if self.get_stats is None else self.get_stats()
 
@@ -398,9 +417,9 @@ class MetricsRecorder(ServerCounters):
         self._adapter_names.add(name)
         return name
 
-    def log_if_due(self, now: float | None = None) -> None:
+    def log_if_due(self) -> None:
         """Log throughput if it is due; call it about once a second."""
-        now = self._clock() if now is None else now
+        now = self._clock()
         if self._log_interval_s <= 0 or now - self._logged_s < self._log_interval_s:
             return
         self._count_busy(now)
@@ -441,22 +460,8 @@ class MetricsRecorder(ServerCounters):
         if draft.is_forced:
             self._registry.add("spec_forced_tokens_total", num_accepted)
             return
-        stats = self._spec_stats[draft.drafter]
-        stats.add(draft.num_drafted, num_accepted, num_emitted)
-        self._interval.spec_stats.add(draft.num_drafted, num_accepted, num_emitted)
-        self._registry.add("spec_drafts_total", 1, draft.drafter)
-        self._registry.add("spec_draft_tokens_total", draft.num_drafted, draft.drafter)
-        self._registry.add("spec_accepted_tokens_total", num_accepted, draft.drafter)
-        self._registry.add("spec_emitted_tokens_total", num_emitted, draft.drafter)
-        for name, length in zip(POSITION_METRICS, (draft.num_drafted, num_accepted), strict=True):
-            self._count_positions(name, draft.drafter, length)
-        assert stats.system_efficiency is not None and stats.acceptance_rate is not None
-        self._registry.set("spec_system_efficiency_ratio", stats.system_efficiency, draft.drafter)
-        self._registry.set("spec_acceptance_ratio", stats.acceptance_rate, draft.drafter)
-
-    def _count_positions(self, name: str, drafter: str, length: int) -> None:
-        for position in range(length):
-            self._registry.add(name, 1, drafter, str(position))
+        for stats in (self._spec_stats[draft.drafter], self._interval.spec_stats):
+            stats.add(draft.num_drafted, num_accepted, num_emitted)
 
     def _finish(self, ended: Sequence[RequestProgress], reason: str, now: float) -> None:
         """Choices ended together. The prompts whose last choice is among them share a log line."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import ForewordError, InvalidRequest, Overloaded
 from foreword.server.auth.keys import KeyPermissions
@@ -256,7 +255,7 @@ class AdmissionMiddleware:
         access: KeyPermissions | None = scope.get("state", {}).get("access")
         if access is None:  # a public path, which takes no POST
             return await self._app(scope, receive, send)
-        send = _with_rate_limit_headers(send, access.meter)
+        scope["state"]["meter"] = access.meter  # whose headers the response gets
         try:
             if scope["path"] not in NO_ENGINE_PATHS:
                 self._admission.check(1, access.meter)
@@ -264,14 +263,3 @@ class AdmissionMiddleware:
         except ForewordError as error:
             return await error_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)
-
-
-def _with_rate_limit_headers(send: Send, meter: UsageMeter) -> Send:
-    async def send_with_limits(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in meter.headers().items():
-                headers[name] = value
-        await send(message)
-
-    return send_with_limits

@@ -17,8 +17,7 @@ from typing import Any, Literal, Protocol
 
 from fastapi import Response
 from pydantic import BaseModel, Field
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.core.outputs import ErrorEvent
 from foreword.core.readiness import Readiness
@@ -29,6 +28,7 @@ from foreword.engine_client.remote_messages import SESSIONS_PATH
 from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
 from foreword.server.auth.keys import is_public
 from foreword.server.http.errors import error_body, error_headers, error_response
+from foreword.server.http.request_log import SentResponse
 from foreword.server.http.responses import JSONResponse
 
 FINAL_ERROR_TIMEOUT_S = 1.0  # time to send the reason to a client
@@ -95,45 +95,28 @@ class DrainMiddleware:
             response = error_response(error, scope)
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)
-        tracked, timeout = _TrackedResponse(send), asyncio.timeout(None)
+        timeout = asyncio.timeout(None)
         with self._drain.track_request(timeout):
             try:
                 async with timeout:
-                    await self._app(scope, receive, tracked.send)
+                    await self._app(scope, receive, send)
             except TimeoutError:
                 if not timeout.expired():
                     raise
-                await tracked.send_final_error(scope, receive)
+                await _send_final_error(scope, receive, send)
 
 
-class _TrackedResponse:
-    """How much of a response was sent, so that it can be ended early."""
-
-    __slots__ = ("_ended", "_is_stream", "_send", "_started")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._started = self._is_stream = self._ended = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._started = True
-            content_type = Headers(raw=message["headers"]).get("content-type", "")
-            self._is_stream = content_type.startswith("text/event-stream")
-        else:
-            self._ended = not message.get("more_body", False)
-        await self._send(message)
-
-    async def send_final_error(self, scope: Scope, receive: Receive) -> None:
-        """Send the reason as a response, or as the last event of a stream, if the client still reads."""
-        error = ShuttingDown("the server is shutting down, and the answer was not finished in time; retry")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINAL_ERROR_TIMEOUT_S):
-                if not self._started:
-                    await error_response(error, scope)(scope, receive, self._send)
-                elif self._is_stream and not self._ended:
-                    body = scope["state"]["error_event"](error)
-                    await self._send({"type": "http.response.body", "body": body, "more_body": False})
+async def _send_final_error(scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the reason as a response, or as the last event of a stream, if the client still reads."""
+    error = ShuttingDown("the server is shutting down, and the answer was not finished in time; retry")
+    sent: SentResponse = scope["state"]["sent"]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FINAL_ERROR_TIMEOUT_S):
+            if not sent.status:
+                await error_response(error, scope)(scope, receive, send)
+            elif sent.is_stream and not sent.has_ended:
+                body = scope["state"]["error_event"](error)
+                await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class EngineProbe:

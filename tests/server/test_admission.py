@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from foreword.config.options import Config
 from foreword.errors import InvalidRequest, Overloaded, RateLimited
 from foreword.server.admission import Admission, AdmissionTicket, DrainRateEstimator
-from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
+from foreword.server.auth.rate_limit import NO_KEY, UsageMeter
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import FakeClock
@@ -61,7 +62,7 @@ def test_tokens_are_bounded() -> None:
 
 def test_key_is_charged_for_tokens() -> None:
     limiter, _ = admission()
-    meter = UsageMeter(KeyLimits(tokens_per_minute=50, max_concurrency=3), FakeClock())
+    meter = UsageMeter(replace(NO_KEY, tokens_per_minute=50, max_concurrency=3), FakeClock())
     ticket = limiter.admit(3, 90, meter, charged_tokens=30)
     ticket.charge_generated(4)
     assert (meter.open, meter.prompt_tokens, meter.generated_tokens) == (3, 30, 4)
@@ -135,7 +136,7 @@ def test_accounting_is_exact_in_any_order(actions: list[tuple[str, int, int]]) -
     """t admits, d delivers, r releases, x releases twice, z lets time pass; refusals change nothing."""
     clock = FakeClock()
     limiter, _ = admission(requests=8, clock=clock)
-    meters = [UsageMeter(KeyLimits(max_concurrency=5, tokens_per_minute=200), clock), UsageMeter()]
+    meters = [UsageMeter(replace(NO_KEY, max_concurrency=5, tokens_per_minute=200), clock), UsageMeter()]
     held: list[tuple[AdmissionTicket, int, int, UsageMeter]] = []
     for action, count, tokens in actions:
         if action == "t":

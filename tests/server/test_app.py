@@ -62,7 +62,7 @@ async def test_housekeeping_goes_on_while_all_threads_of_requests_hang(
 
             assert [await complete(key) for key in ("alice", "mallory")] == [200, 200]
             write(keys, key_of("alice"), key_of("root", admin=True))
-            await wait_until_async(lambda: len(models.keyring.entries) == 2)
+            await wait_until_async(lambda: len(models.keyring.meters) == 2)
             assert [await complete(key) for key in ("alice", "mallory")] == [200, 401]
             assert sum(total.requests for _, total in read_usage(usage)) == 3
             assert len(models.response_store) == 1
@@ -91,5 +91,5 @@ async def test_housekeeping_goes_on_where_one_step_fails(
         monkeypatch.setattr(models.response_store, "expire", expire)
         await wait_until_async(lambda: num_calls > 1)
         write(keys, key_of("alice"))
-        await wait_until_async(lambda: len(models.keyring.entries) == 1)
+        await wait_until_async(lambda: len(models.keyring.meters) == 1)
     assert "housekeeping: the expiry of responses failed" in caplog.messages

@@ -13,7 +13,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError
-from foreword.server.routes import engine_sessions
+from foreword.server.routes import engine
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeOutput
 from tests.support.waiting import wait_until
@@ -153,7 +153,7 @@ def test_refused_list_takes_no_effect(node: RunningServer) -> None:
 
 def test_open_calls_are_bounded(node: RunningServer) -> None:
     """Each is a task, of a few bytes of a message."""
-    calls = [{"reload": {"call": number}} for number in range(engine_sessions.MAX_CALLS + 1)]
+    calls = [{"reload": {"call": number}} for number in range(engine.MAX_CALLS + 1)]
     with session(node) as (session_id, _):
         response = send(node, session_id, *calls)
     assert response.status_code == 400 and "64 open calls" in response.text
@@ -183,7 +183,7 @@ def test_silent_router_ends_its_session(node: RunningServer, monkeypatch: pytest
     node.set_output(FakeOutput(hang_after=1))
     with session(node) as (session_id, lines):
         assert send(node, session_id, submission(f"{session_id}-1")).status_code == 204
-        monkeypatch.setattr(engine_sessions, "LEASE_S", 0.2)
+        monkeypatch.setattr(engine, "LEASE_S", 0.2)
         for _ in lines:  # until the server ends it
             pass
         wait_until(lambda: not node.client.live)

@@ -21,7 +21,6 @@ from foreword.engine_client.base import EngineClient
 from foreword.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    ModelLoading,
     Overloaded,
     RequestFailed,
     Unsupported,
@@ -40,54 +39,54 @@ PREFETCH_STEPS = 2  # engine steps' worth of tokens submitted at once
 MAX_REPEATED_CHARS = 16_000_000  # of a query, over its documents: about 10 s of a thread
 
 
-class EngineEmbedder:
-    """Submits one caller's texts a few steps ahead, so that a large batch hardly delays other requests."""
+async def _embed_ahead(
+    client: EngineClient, requests: Sequence[Request], resolved: ResolvedConfig, queue_timeout_s: float
+) -> list[bytes]:
+    """Vectors in order. Texts are submitted a few steps ahead: a large batch hardly delays other requests.
 
-    def __init__(self, client: EngineClient, resolved: ResolvedConfig, queue_timeout_s: float) -> None:
-        self._client = client
-        self._queue_timeout_s = queue_timeout_s  # limit until the first step of each text; 0: none
-        self._max_tokens = PREFETCH_STEPS * resolved.max_num_batched_tokens
-        self._max_requests = max(resolved.max_num_seqs // 2, 1)
-        self._inflight: dict[asyncio.Task[bytes], int] = {}  # tokens by task
+    queue_timeout_s  limit until the first step of each text; 0: none
+    After an error, which it raises, or a cancel, the engine holds none of them.
+    """
+    max_tokens = PREFETCH_STEPS * resolved.max_num_batched_tokens
+    max_requests = max(resolved.max_num_seqs // 2, 1)
+    tasks: list[asyncio.Task[bytes]] = []
+    inflight: dict[asyncio.Task[bytes], int] = {}  # tokens by task
+    try:
+        for request in requests:
+            num_tokens = len(request.prompt_ids)
+            while inflight and (
+                len(inflight) >= max_requests or sum(inflight.values()) + num_tokens > max_tokens
+            ):
+                await _wait_any(inflight)
+            tasks.append(asyncio.create_task(_embed_one(client, request, queue_timeout_s)))
+            inflight[tasks[-1]] = num_tokens
+        while inflight:
+            await _wait_any(inflight)
+        return [task.result() for task in tasks]
+    finally:
+        for task in inflight:
+            task.cancel()
+        await asyncio.gather(*inflight, return_exceptions=True)
 
-    async def embed(self, requests: Sequence[Request]) -> list[bytes]:
-        """Vectors in order. After an error, which it raises, or a cancel, the engine holds none of them."""
-        tasks: list[asyncio.Task[bytes]] = []
-        try:
-            for request in requests:
-                num_tokens = len(request.prompt_ids)
-                while self._inflight and (
-                    len(self._inflight) >= self._max_requests
-                    or sum(self._inflight.values()) + num_tokens > self._max_tokens
-                ):
-                    await self._wait_any()
-                tasks.append(asyncio.create_task(self._embed_one(request)))
-                self._inflight[tasks[-1]] = num_tokens
-            while self._inflight:
-                await self._wait_any()
-            return [task.result() for task in tasks]
-        finally:
-            for task in self._inflight:
-                task.cancel()
-            await asyncio.gather(*self._inflight, return_exceptions=True)
 
-    async def _wait_any(self) -> None:
-        """Wait until a text is done. Raises its error."""
-        done, _ = await asyncio.wait(self._inflight, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            del self._inflight[task]
-        for task in done:
-            task.result()
+async def _wait_any(inflight: dict[asyncio.Task[bytes], int]) -> None:
+    """Wait until a text is done. Raises its error."""
+    done, _ = await asyncio.wait(inflight, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        del inflight[task]
+    for task in done:
+        task.result()
 
-    async def _embed_one(self, request: Request) -> bytes:
-        if self._queue_timeout_s:  # from now: until here it waited for texts of its own batch
-            request = replace(request, queue_deadline_s=time.monotonic() + self._queue_timeout_s)
-        async for event in self._client.submit(request):
-            if isinstance(event, ErrorEvent):
-                raise event.error
-            assert isinstance(event, EmbeddingEvent)
-            return event.vector
-        raise RequestFailed("the engine ended the request without a vector")
+
+async def _embed_one(client: EngineClient, request: Request, queue_timeout_s: float) -> bytes:
+    if queue_timeout_s:  # from now: until here it waited for texts of its own batch
+        request = replace(request, queue_deadline_s=time.monotonic() + queue_timeout_s)
+    async for event in client.submit(request):
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        assert isinstance(event, EmbeddingEvent)
+        return event.vector
+    raise RequestFailed("the engine ended the request without a vector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,6 @@ class DecoderEmbedder:
     def __init__(self, server: LoadedModel) -> None:
         self._server = server
         self._adapter = server.served.digest
-        self._resolved = server.info().resolved
         self._pooling_config = server.pooling_config
         self.name = server.served.name
         max_model_len = server.max_model_len
@@ -175,8 +173,8 @@ class DecoderEmbedder:
             for request in requests
         ]
         try:
-            embedder = EngineEmbedder(server.client, self._resolved, server.config.queue_timeout)
-            return await embedder.embed(requests)
+            timeout_s = server.config.queue_timeout
+            return await _embed_ahead(server.client, requests, server.info().resolved, timeout_s)
         except Overloaded:
             server.recorder.on_reject("queue_timeout")
             raise
@@ -364,8 +362,7 @@ async def with_metrics(
 
 
 def _get_info(encoder: EncoderClient) -> EncoderInfo:
-    if encoder.info is None:
-        raise ModelLoading("the encoder is still loading; see /health")
+    assert encoder.info is not None, "the encoder of a loaded model has info"
     return encoder.info
 
 

@@ -14,7 +14,7 @@ from foreword.errors import Overloaded, PayloadTooLarge
 from foreword.multimodal.image_loader import NUM_WORKERS, QUEUE_TIMEOUT_S, ImageLoader
 from foreword.multimodal.image_source import ImageSource
 from foreword.server.admission import DrainRateEstimator
-from foreword.server.fair_threads import FairSemaphore
+from foreword.server.intake import FairSemaphore
 
 T = TypeVar("T")
 MIB = 1 << 20

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import AsyncGenerator, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
-from foreword.server.apis.chat.body import ReasoningBody
-from foreword.server.apis.choices_writer import ResponseHeader, ResponseOptions, is_large
-from foreword.server.apis.sampling import SamplingBody
 from foreword.server.http.errors import error_response
 from foreword.server.http.responses import (
     CLIENT_CLOSED,
@@ -27,67 +22,74 @@ from foreword.server.http.responses import (
     json_pieces,
 )
 from foreword.server.loaded_model import LoadedModel
-from foreword.tokenizer.output_processor import OutputDelta
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 from foreword.utils.threads import join_in_own_thread, run_in_own_thread
 
+# Most tokens whose JSON is written on the event loop: with log-probabilities, and ids alone
+INLINE_LOGPROBS, INLINE_IDS = 512, 16_384
 
-class ResponseWriter(Protocol):
+
+class ResponseWriter(ABC):
     """Writes a generation in the form of one API, whole or as server-sent events."""
 
-    keeps_logprobs: bool  # its last events write all log-probabilities of a stream again
+    keeps_logprobs = False  # its last events write all log-probabilities of a stream again
+
+    def __init__(self, server: LoadedModel, generation: Generation, wants_metrics: bool) -> None:
+        """wants_metrics  the request asks for `metrics`"""
+        self.server = server
+        self.outputs: Sequence[ChoiceOutput] = generation.outputs
+        self.wants_metrics = wants_metrics
 
     @property
     def num_returned(self) -> int:
         """Choices of a whole response."""
+        return len(self.outputs)
 
+    @abstractmethod
     def first_events(self) -> Iterable[bytes]:
         """Events before the first token."""
 
+    @abstractmethod
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         """The events of one delta of choice `index`; None if this API shows nothing of it."""
 
     def is_slow(self, delta: OutputDelta | None) -> bool:
         """Whether to write the events of a delta, or with None the last ones, in a thread."""
+        return False
 
+    @abstractmethod
     def last_events(self) -> Iterable[bytes]:
         """Events after the last token, if no choice failed."""
 
     def on_written(self) -> None:
         """Called on the event loop when a whole response or a last event is written, and not yet sent."""
+        return
 
+    @abstractmethod
     def error_event(self, error: ForewordError) -> bytes:
         """The last events of a stream that fails after its first token."""
 
+    @abstractmethod
     def full(self) -> dict[str, Any]:
         """The body of a whole response, once all choices are finished."""
 
+    def metrics(self, *outputs: ChoiceOutput) -> dict[str, Any]:
+        """`metrics` of these choices together, if the request asks for it."""
+        if not self.wants_metrics:
+            return {}
+        metrics = self.server.recorder.answer_metrics(*(output.request.id for output in outputs))
+        return {} if metrics is None else {"metrics": metrics.as_dict()}
+
     def record_returned(self, num_choices: int) -> None:
         """Count choices that were sent completely."""
+        self.server.recorder.on_response(num_choices)
 
 
-def response_header(server: LoadedModel, prefix: str, params: SamplingParams) -> ResponseHeader:
-    assert params.seed is not None, "the seed must be resolved first"
-    return ResponseHeader(
-        id=f"{prefix}-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=server.served.name,
-        system_fingerprint=server.served.fingerprint(server.info().fingerprint),
-        seed=params.seed,
-    )
-
-
-def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOptions:
-    return ResponseOptions(
-        logprobs=params.logprobs is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
-        metrics=bool(body.metrics),
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        usage=body.wants_usage,
-        continuous_usage=body.wants_continuous_usage,
-        prediction=params.prediction is not None,
-        reasoning=not isinstance(body, ReasoningBody) or body.include_reasoning is not False,
-    )
+def is_large(outputs: Sequence[ChoiceOutput]) -> bool:
+    """Whether to write choices in a thread: a response may have their log-probabilities and ids."""
+    num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs)
+    num_ids = sum(len(output.request.prompt_ids) + output.num_tokens for output in outputs)
+    return num_logprobs > INLINE_LOGPROBS or num_ids > INLINE_IDS
 
 
 def respond(generation: Generation, writer: ResponseWriter, stream: bool) -> Response:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
@@ -26,8 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
-from foreword.server.apis.ignored_fields import IgnoredField
+from foreword.errors import MAX_SHOWN_CHARS, ContextLengthExceeded, InvalidRequest, shown
 from foreword.server.http.responses import REQUEST_ID_PATTERN
 
 REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
@@ -50,6 +51,58 @@ _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
 _LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
 # One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
 TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredField:
+    """A field of other servers and clients that has no effect here: its senders, and its accepted values.
+
+    It is a hint, of which any value is accepted because none changes the answer, or a feature that this
+    server lacks, of which the values that switch it off are accepted. Null counts as absent.
+    """
+
+    source: str  # the server or client that defines it
+    neutral: tuple[Any, ...] | None  # accepted values; None: any
+    reason: str = ""  # why other values are refused, or what to use instead
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value changes nothing. 1 and 1.0 are equal, 1 and true are not."""
+        return self.neutral is None or any(
+            value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.neutral
+        )
+
+    def refusal(self, value: Any) -> str:
+        """The end of the sentence that begins with the field's name."""
+        allowed = " or ".join(json.dumps(item) for item in self.neutral or ())
+        limit = f"it may only be {allowed}" if allowed else "leave it out"
+        got = shown(value, MAX_SHOWN_CHARS + 1)
+        got = got if len(got) <= MAX_SHOWN_CHARS else got[:MAX_SHOWN_CHARS] + "..."
+        verb = f"is refused: {self.reason}" if self.reason else "is not supported"
+        return f"{verb}; {limit}, got {got}"
+
+
+def read_tables(text: str) -> dict[str, Mapping[str, IgnoredField]]:
+    """The fields of ignored_fields.toml by table. Raises KeyError or TypeError for a row of another form."""
+    rows = tomllib.loads(text)
+    reasons: Mapping[str, str] = rows.pop("reasons")
+    tables: dict[str, Mapping[str, IgnoredField]] = {}
+    for name, table in rows.items():
+        base, without = table.pop("extends", None), table.pop("without", ())
+        inherited = {} if base is None else tables[base]
+        tables[name] = {
+            **{field: row for field, row in inherited.items() if field not in without},
+            **{field: _read_row(reasons, **row) for field, row in table.items()},
+        }
+    return tables
+
+
+def _read_row(
+    reasons: Mapping[str, str], source: str, only: list[Any] | None = None, reason: str = ""
+) -> IgnoredField:
+    return IgnoredField(source, None if only is None else tuple(only), reasons.get(reason, reason))
+
+
+TABLES = read_tables(Path(__file__).with_name("ignored_fields.toml").read_text(encoding="utf-8"))
 
 
 def _check_request_id(value: str) -> str:

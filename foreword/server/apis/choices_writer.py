@@ -5,15 +5,21 @@ Log-probabilities have three forms: of chat and Responses, of completions, and v
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
+import uuid
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from foreword.core.outputs import TokenLogprob
+from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
+from foreword.server.answering.streaming import ResponseWriter, is_large
+from foreword.server.apis.chat.body import ReasoningBody
+from foreword.server.apis.sampling import SamplingBody
 from foreword.server.http.errors import error_body
 from foreword.server.http.responses import DONE_EVENT, json_bytes, sse_event
 from foreword.server.loaded_model import LoadedModel
@@ -23,8 +29,6 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 TEXT_MARK = "\0text\0"  # placeholder for the text in a cached chunk
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
-# Most tokens whose JSON is written on the event loop: with log-probabilities, and ids alone
-INLINE_LOGPROBS, INLINE_IDS = 512, 16_384
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
@@ -54,12 +58,36 @@ class ResponseOptions:
     reasoning: bool = True  # chat shows the reasoning
 
 
-class ChoicesWriter(ABC):
+def response_header(server: LoadedModel, prefix: str, params: SamplingParams) -> ResponseHeader:
+    assert params.seed is not None, "the seed must be resolved first"
+    return ResponseHeader(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.served.name,
+        system_fingerprint=server.served.fingerprint(server.info().fingerprint),
+        seed=params.seed,
+    )
+
+
+def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOptions:
+    return ResponseOptions(
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        metrics=bool(body.metrics),
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        usage=body.wants_usage,
+        continuous_usage=body.wants_continuous_usage,
+        prediction=params.prediction is not None,
+        reasoning=not isinstance(body, ReasoningBody) or body.include_reasoning is not False,
+    )
+
+
+class ChoicesWriter(ResponseWriter):
     """Writes choices in prompt order, `choices_per_prompt` for each prompt: see ResponseWriter."""
 
     object_type: ClassVar[str]  # `object` of a whole response
     chunk_object_type: ClassVar[str]  # `object` of a chunk
-    keeps_logprobs = False
 
     def __init__(
         self,
@@ -69,8 +97,7 @@ class ChoicesWriter(ABC):
         header: ResponseHeader,
         options: ResponseOptions,
     ) -> None:
-        self.server = server
-        self.outputs: Sequence[ChoiceOutput] = generation.outputs
+        super().__init__(server, generation, options.metrics)
         self._prediction_stats = generation.prediction_stats
         self.options = options
         self.choices_per_prompt = choices_per_prompt
@@ -95,12 +122,6 @@ class ChoicesWriter(ABC):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first token."""
         return ()
-
-    def is_slow(self, delta: OutputDelta | None) -> bool:
-        return False
-
-    def on_written(self) -> None:
-        return  # nothing is stored
 
     def first_events(self) -> Iterable[bytes]:
         return map(sse_event, self.first_chunks())
@@ -134,7 +155,7 @@ class ChoicesWriter(ABC):
             "choices": choices,
             **self.prompt_fields(),
             "usage": self.usage(),
-            **self._metrics(*self.outputs),
+            **self.metrics(*self.outputs),
         }
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
@@ -204,10 +225,6 @@ class ChoicesWriter(ABC):
         """The finish reason of a choice under this endpoint's name."""
         return reason
 
-    def record_returned(self, num_choices: int) -> None:
-        """Count choices that were sent completely."""
-        self.server.recorder.on_response(num_choices)
-
     def header(self, object_type: str) -> dict[str, Any]:
         head = self._header
         return {
@@ -232,7 +249,7 @@ class ChoicesWriter(ABC):
             **self.full_choice(index, output),
             "finish_reason": self.finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
-            **self._metrics(output),
+            **self.metrics(output),
         }
         if self.options.token_ids:
             choice["token_ids"] = output.token_ids
@@ -263,20 +280,13 @@ class ChoicesWriter(ABC):
         if self.options.metrics:
             extras["accepted_draft_tokens"] = self._accepted_drafts.pop(index)
             extras["tokens"] = [_token_entry(piece) for piece in delta.pieces]
-            extras |= self._metrics(self.outputs[index]) if delta.finish_reason else {}
+            extras |= self.metrics(self.outputs[index]) if delta.finish_reason else {}
         return extras
-
-    def _metrics(self, *outputs: ChoiceOutput) -> dict[str, Any]:
-        """`metrics` of these choices together."""
-        if not self.options.metrics:
-            return {}
-        metrics = self.server.recorder.answer_metrics(*(output.request.id for output in outputs))
-        return {} if metrics is None else {"metrics": metrics.as_dict()}
 
     def _final_metrics(self, delta: OutputDelta) -> dict[str, Any]:
         """Metrics of all choices, in the chunk that ends the last of them."""
         self._num_running -= delta.finish_reason is not None
-        return self._metrics(*self.outputs) if delta.finish_reason and not self._num_running else {}
+        return self.metrics(*self.outputs) if delta.finish_reason and not self._num_running else {}
 
 
 def _token_entry(piece: TokenPiece) -> list[Any]:
@@ -394,10 +404,3 @@ def prompt_tokens(
         tokens.append((names.name(token_id), offset, logprob))
         offset += len(detokenizer.feed(token_id))
     return tokens
-
-
-def is_large(outputs: Sequence[ChoiceOutput]) -> bool:
-    """Whether to write choices in a thread: a response may have their log-probabilities and ids."""
-    num_logprobs = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs)
-    num_ids = sum(len(output.request.prompt_ids) + output.num_tokens for output in outputs)
-    return num_logprobs > INLINE_LOGPROBS or num_ids > INLINE_IDS

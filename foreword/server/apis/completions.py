@@ -13,16 +13,17 @@ from foreword.core.params import MAX_N, SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.errors import InvalidRequest, shown
 from foreword.server.answering.generation import Generation, build_requests, encoding_bytes, longest_prompt
-from foreword.server.answering.streaming import respond, response_header, response_options
-from foreword.server.apis.body import TextOrIds, TextsOrIds, is_token_ids
+from foreword.server.answering.streaming import respond
+from foreword.server.apis.body import TABLES, TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.apis.choices_writer import (
     ChoicesWriter,
     ResponseHeader,
     ResponseOptions,
     completion_logprobs,
     prompt_tokens,
+    response_header,
+    response_options,
 )
-from foreword.server.apis.ignored_fields import COMPLETION, IgnoredField
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.intake import IntakeRoute
@@ -39,7 +40,7 @@ router = APIRouter(route_class=IntakeRoute)
 class CompletionBody(SamplingBody):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = COMPLETION
+    peer_fields = TABLES["completion"]
     prompt: TextsOrIds
     echo: bool | None = None
     logprobs: int | None = None

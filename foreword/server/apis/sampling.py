@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest, shown
-from foreword.server.apis.body import RequestBody, SlotId, StrictModel
-from foreword.server.apis.ignored_fields import GENERATION, STREAM_OPTIONS, IgnoredField
+from foreword.server.apis.body import TABLES, RequestBody, SlotId, StrictModel
 from foreword.server.apis.structured import StructuredBody
 from foreword.server.http.errors import rename_field
 
@@ -21,7 +20,7 @@ PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
 class StreamOptions(StrictModel):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = STREAM_OPTIONS
+    peer_fields = TABLES["stream_options"]
     include_usage: bool | None = None  # a last chunk with usage and no choices
     continuous_usage_stats: bool | None = None  # usage so far in every chunk; needs include_usage
 
@@ -53,7 +52,7 @@ class PredictionBody(StrictModel):
 class SamplingBody(StructuredBody, RequestBody):
     """Fields of both chat and completions."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = GENERATION
+    peer_fields = TABLES["generation"]
     aliases: ClassVar[Mapping[str, str]] = {
         **RequestBody.aliases,
         "n_predict": "max_tokens",  # llama-server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,8 +10,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported, shown
-from foreword.server.apis.body import StrictModel, refusal
-from foreword.server.apis.ignored_fields import JSON_SCHEMA, STRUCTURED_OUTPUTS, IgnoredField
+from foreword.server.apis.body import TABLES, StrictModel, refusal
 
 Schema = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]})
@@ -51,7 +50,7 @@ class NamedSchema(SchemaHolder):
     """OpenAI's `json_schema`. Every schema is enforced, `strict` or not."""
 
     schema_form: ClassVar[str] = '{"name": ..., "schema": ...}'
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = JSON_SCHEMA
+    peer_fields = TABLES["json_schema"]
     name: str | None = None
     schema_: Schema = Field(alias="schema")
 
@@ -103,7 +102,7 @@ class ResponseFormat(StrictModel):
 class StructuredOutputsBody(StrictModel):
     """vLLM's `structured_outputs`, and `after`: the text, such as "</think>", that starts the constraint."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = STRUCTURED_OUTPUTS
+    peer_fields = TABLES["structured_outputs"]
     json_: Schema = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -152,23 +151,26 @@ class StructuredBody(StrictModel):
         return replace(given[0], whitespace=self._allows_whitespace(options), after=options.after)
 
     def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
-        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        return [
-            self.response_format.constraint() if self.response_format else None,
-            *_constraints(
-                "structured_outputs.", options.json_, options.regex, options.choice, options.grammar
-            ),
-            _json_object_constraint("structured_outputs.json_object", options.json_object),
-            _structural_tag_constraint("structured_outputs.structural_tag", options.structural_tag),
-            *_constraints("guided_", *guided),
-            _json_object_constraint("guided_json_object", self.guided_json_object),
-            StructuredOutput.grammar(self.grammar, field="grammar") if self.grammar else None,
-            StructuredOutput.grammar(self.ebnf, field="ebnf") if self.ebnf else None,
-            StructuredOutput.regex(self.regex, field="regex") if self.regex else None,
-            None
-            if self.json_schema is None
-            else StructuredOutput.json_schema(self.json_schema, field="json_schema"),
+        make = StructuredOutput
+        given: list[tuple[str, Any, Callable[..., StructuredOutput]]] = [
+            ("structured_outputs.json", options.json_, make.json_schema),
+            ("structured_outputs.regex", options.regex, make.regex),
+            ("structured_outputs.choice", options.choice, make.choice),
+            ("structured_outputs.grammar", options.grammar, make.grammar),
+            ("structured_outputs.json_object", options.json_object or None, _json_object),
+            ("structured_outputs.structural_tag", options.structural_tag, _structural_tag),
+            ("guided_json", self.guided_json, make.json_schema),
+            ("guided_regex", self.guided_regex, make.regex),
+            ("guided_choice", self.guided_choice, make.choice),
+            ("guided_grammar", self.guided_grammar, make.grammar),
+            ("guided_json_object", self.guided_json_object or None, _json_object),
+            ("grammar", self.grammar or None, make.grammar),
+            ("ebnf", self.ebnf or None, make.grammar),
+            ("regex", self.regex or None, make.regex),
+            ("json_schema", self.json_schema, make.json_schema),
         ]
+        first = self.response_format.constraint() if self.response_format else None
+        return [first, *(write(value, field=field) for field, value, write in given if value is not None)]
 
     def _allows_whitespace(self, options: StructuredOutputsBody) -> bool:
         """Whether JSON may hold whitespace; the pattern "" forbids it too."""
@@ -186,25 +188,11 @@ class StructuredBody(StrictModel):
         return not options.disable_any_whitespace and "" not in patterns.values()
 
 
-def _constraints(
-    prefix: str, json: Any, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[Constraint]:
-    """The four constraints that structured_outputs and guided_* share."""
-    return [
-        None if json is None else StructuredOutput.json_schema(json, field=f"{prefix}json"),
-        None if regex is None else StructuredOutput.regex(regex, field=f"{prefix}regex"),
-        None if choice is None else StructuredOutput.choice(choice, field=f"{prefix}choice"),
-        None if grammar is None else StructuredOutput.grammar(grammar, field=f"{prefix}grammar"),
-    ]
+def _json_object(enabled: bool, field: str) -> StructuredOutput:
+    return StructuredOutput.json_object(field=field)
 
 
-def _json_object_constraint(field: str, enabled: bool | None) -> Constraint:
-    return StructuredOutput.json_object(field=field) if enabled else None
-
-
-def _structural_tag_constraint(field: str, description: Any) -> Constraint:
-    if description is None:
-        return None
+def _structural_tag(description: Any, field: str) -> StructuredOutput:
     if not isinstance(description, str | dict):
         raise InvalidRequest(f"{field} must be an object or its JSON, got {shown(description)}", field)
     return StructuredOutput.structural_tag(description, field=field)

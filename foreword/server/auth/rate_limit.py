@@ -5,26 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from foreword.errors import QuotaExceeded, RateLimited
+from foreword.server.auth.key_file import Key
 from foreword.server.auth.usage_log import UsageLog
 
 MINUTE_S = 60.0
 EPSILON = 1e-6  # float tolerance: a client that waits exactly Retry-After is admitted
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """None: no limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None  # day of UTC
-    max_concurrency: int | None = None  # open choices and texts
-
-
-NO_LIMITS = KeyLimits()
+NO_KEY = Key("", b"", b"")  # of every client of a server without keys: no limits
 
 
 class TokenBucket:
@@ -61,17 +49,14 @@ class UsageMeter:
 
     def __init__(
         self,
-        limits: KeyLimits = NO_LIMITS,
+        key: Key = NO_KEY,
         clock: Callable[[], float] = time.monotonic,
         on_refusal: Callable[[str], None] | None = None,  # called with one of the catalog's REJECTIONS
-        name: str = "",  # the key's
         usage: UsageLog | None = None,  # counts the tokens of the day
     ) -> None:
         self._clock = clock
-        self._name = name
         self._usage = usage
         self._on_refusal = on_refusal
-        self._limits = NO_LIMITS
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.open = 0  # choices and texts; the other counters are totals since the server started
@@ -79,19 +64,14 @@ class UsageMeter:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.refused = 0
-        self.limits = limits
+        self.set_key(key)
 
-    @property
-    def limits(self) -> KeyLimits:
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: KeyLimits) -> None:
-        """New limits; used amounts still count."""
+    def set_key(self, key: Key) -> None:
+        """New limits of the same key; used amounts still count."""
         now = self._clock()
-        self._limits = limits
-        self._requests = _resize_bucket(self._requests, limits.requests_per_minute, now)
-        self._tokens = _resize_bucket(self._tokens, limits.tokens_per_minute, now)
+        self.key = key
+        self._requests = _resize_bucket(self._requests, key.requests_per_minute, now)
+        self._tokens = _resize_bucket(self._tokens, key.tokens_per_minute, now)
 
     def check_request(self) -> None:
         """Count one request. Raises RateLimited above the requests or tokens per minute."""
@@ -115,8 +95,8 @@ class UsageMeter:
             )
 
     def _check_day(self) -> None:
-        limit, usage = self._limits.tokens_per_day, self._usage
-        if limit is not None and usage is not None and usage.tokens_today(self._name) >= limit:
+        limit, usage = self.key.tokens_per_day, self._usage
+        if limit is not None and usage is not None and usage.tokens_today(self.key.name) >= limit:
             wait_s = usage.seconds_left_today()
             self._count_refusal("quota")
             raise QuotaExceeded(
@@ -126,7 +106,7 @@ class UsageMeter:
 
     def check_concurrency(self, count: int, wait_s: float) -> None:
         """Raises RateLimited if `count` more would exceed the concurrency; `wait_s` is its Retry-After."""
-        limit = self._limits.max_concurrency
+        limit = self.key.max_concurrency
         if limit is not None and self.open + count > limit:
             raise self._reject(
                 f"this key may have {limit} requests open, and has {self.open}", wait_s, "concurrency"
@@ -156,7 +136,7 @@ class UsageMeter:
 
     def usage(self) -> Mapping[str, int]:
         names = ("open", "requests", "prompt_tokens", "generated_tokens", "refused")
-        today = {} if self._usage is None else {"tokens_today": self._usage.tokens_today(self._name)}
+        today = {} if self._usage is None else {"tokens_today": self._usage.tokens_today(self.key.name)}
         return {name: getattr(self, name) for name in names} | today
 
     def _count_refusal(self, reason: str) -> None:

@@ -9,7 +9,6 @@ import math
 import socket
 import sys
 import termios
-from dataclasses import dataclass
 from typing import Any, cast
 
 import h11
@@ -36,18 +35,11 @@ UNSENT_IOCTL = termios.TIOCOUTQ if sys.platform == "linux" else 0  # bytes that 
 STATUS_PHRASES = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    max_connections: int
-    client_timeout_s: float  # limit on a request's head, pauses within a body, and pauses of a reader
-
-
 def uvicorn_config(app: ASGIApp, config: Config, request_log: RequestLog | None = None) -> uvicorn.Config:
     """uvicorn with bounded connections and without its own log lines."""
-    limits = ConnectionLimits(config.max_connections, config.client_timeout)
     return uvicorn.Config(
         app,
-        http=functools.partial(TimeoutH11Protocol, limits=limits, request_log=request_log),  # type: ignore[arg-type]
+        http=functools.partial(TimeoutH11Protocol, options=config, request_log=request_log),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
@@ -65,12 +57,14 @@ class TimeoutH11Protocol(H11Protocol):
     """
 
     def __init__(
-        self, *args: Any, limits: ConnectionLimits, request_log: RequestLog | None = None, **kwargs: Any
+        self, *args: Any, options: Config, request_log: RequestLog | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._strict_conn = self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
         self.access_log = False  # never: a path may hold a key
-        self._limits = limits
+        self._max_connections = options.max_connections
+        # Limit on a request's head, on pauses within a body, and on pauses of a reader
+        self._client_timeout_s = options.client_timeout
         self._request_log = request_log  # told about connections that are closed with an error
         self._awaited_part = ""  # sent next by the client: "head", "body" or ""
         self._deadline_s = math.inf  # loop time, for the next part
@@ -82,12 +76,11 @@ class TimeoutH11Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of asyncio's recv()
-        limits = self._limits
-        if len(self.connections) > limits.max_connections:
+        if len(self.connections) > self._max_connections:
             return self._close_with_error(
-                Overloaded(f"{limits.max_connections} connections are open, which is the limit")
+                Overloaded(f"{self._max_connections} connections are open, which is the limit")
             )
-        _set_socket_options(transport.get_extra_info("socket"), limits.client_timeout_s)
+        _set_socket_options(transport.get_extra_info("socket"), self._client_timeout_s)
         self._arm("head")
         self._check_timeout()
 
@@ -144,7 +137,7 @@ class TimeoutH11Protocol(H11Protocol):
             self._write_timer = None
 
     def _watch_write(self) -> None:
-        timeout_s = self._limits.client_timeout_s
+        timeout_s = self._client_timeout_s
         self._write_timer = self.loop.call_later(timeout_s, self._check_write, self._unsent_bytes())
 
     def _check_write(self, unsent_before: int) -> None:
@@ -186,7 +179,7 @@ class TimeoutH11Protocol(H11Protocol):
 
     def _arm(self, part: str) -> None:
         """Set the deadlines of the next part; only a body's deadline moves with each piece received."""
-        now, timeout_s = self.loop.time(), self._limits.client_timeout_s
+        now, timeout_s = self.loop.time(), self._client_timeout_s
         if not part:
             self._deadline_s = self._total_deadline_s = math.inf
         elif part != self._awaited_part:
@@ -197,7 +190,7 @@ class TimeoutH11Protocol(H11Protocol):
 
     def _check_timeout(self) -> None:
         """Runs about once per client timeout: one timer a connection, which need not be exact."""
-        now, timeout_s = self.loop.time(), self._limits.client_timeout_s
+        now, timeout_s = self.loop.time(), self._client_timeout_s
         if self.flow.read_paused and self._awaited_part == "body":
             self._deadline_s = now + timeout_s  # the server, not the client, has paused
         if now >= self._deadline_s:

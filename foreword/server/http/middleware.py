@@ -51,17 +51,10 @@ class ServerErrorMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def send_tracked(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, send_tracked)
+            await self._app(scope, receive, send)
         except Exception:
-            if scope["type"] != "http" or started:
+            if scope["type"] != "http" or scope["state"]["sent"].status:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             error = RequestFailed("the server failed on this request")
@@ -175,7 +168,7 @@ class HeldModelsMiddleware:
         stream = EarlyStream(scope, send)
         with ExitStack() as holds:
             scope.setdefault("state", {}).update(model_holds=holds, early_stream=stream)
-            await self._app(scope, receive, stream.send)
+            await self._app(scope, receive, send)
 
 
 class EarlyStream:
@@ -199,11 +192,6 @@ class EarlyStream:
         line = text.replace("\r", " ").replace("\n", " ")
         body = f": {line}\n\n".encode("utf-8", "replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def send(self, message: Message) -> None:
-        """Pass the application's messages on; after a comment without the start of its response."""
-        if not self.is_started or message["type"] != "http.response.start":
-            await self._send(message)
 
     def error_event(self, error: ForewordError) -> bytes:
         """The last event of a stream without an answer, in the form of the API of its path."""

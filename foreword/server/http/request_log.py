@@ -24,7 +24,12 @@ from foreword.config.options import Config
 from foreword.errors import ForewordError
 from foreword.metrics.tracing import RequestTracer, current_span, open_tracer
 from foreword.server.auth.keys import PUBLIC_PATHS
-from foreword.server.http.responses import CLIENT_CLOSED, REQUEST_ID_PATTERN, is_messages_path
+from foreword.server.http.responses import (
+    CLIENT_CLOSED,
+    EVENT_STREAM,
+    REQUEST_ID_PATTERN,
+    is_messages_path,
+)
 from foreword.utils.threads import run_in_own_thread
 from foreword.utils.version import __version__
 
@@ -174,6 +179,16 @@ class RequestLog:
         logger.log(level, "%s", ", ".join(filter(None, parts)), extra={"fields": {**known, **fields}})
 
 
+@dataclass(slots=True, eq=False)
+class SentResponse:
+    """How much of a response was sent: `sent` in the state of a request, for the middleware within."""
+
+    status: int = 0  # 0: nothing was sent
+    num_bytes: int = 0  # of the body
+    is_stream: bool = False
+    has_ended: bool = False
+
+
 class RequestLogMiddleware:
     """Adds X-Request-Id and the headers of the route to each response, and tells the request log about it.
 
@@ -188,31 +203,38 @@ class RequestLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started_s, status, num_bytes = time.monotonic(), 0, 0
-        is_refused, refusal_body = False, b""
+        started_s, is_refused, refusal_body = time.monotonic(), False, b""
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
+        sent = state["sent"] = SentResponse()
         state["request_id"] = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         span, route = None, self._routes.template(scope["path"])
         if (task := asyncio.current_task()) is not None:
-            task.set_name(f"{scope['method']:.8} {route}")  # for stall_monitor.py
+            task.set_name(f"{scope['method']:.8} {route}")  # for app.py: StallMonitor
         is_traced = scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(ENGINE_PATH)
         if self._log.tracer is not None and is_traced:
             span = self._log.tracer.start(scope["method"], route, Headers(scope=scope))
         token = current_span.set(span)
 
         async def send_counted(message: Message) -> None:
-            nonlocal status, num_bytes, is_refused, refusal_body
+            nonlocal is_refused, refusal_body
             if message["type"] == "http.response.start":
-                status, headers = message["status"], MutableHeaders(scope=message)
-                is_refused = _is_refused(status)
+                if sent.status:  # comments of an EarlyStream have started it
+                    return
+                headers = MutableHeaders(scope=message)
+                sent.status = message["status"]
+                sent.is_stream = headers.get("content-type", "").startswith(EVENT_STREAM)
+                is_refused = _is_refused(sent.status)
                 headers.update(state.get("response_headers", {}))
+                if (meter := state.get("meter")) is not None:
+                    headers.update(meter.headers())
                 headers["X-Request-Id"] = state["request_id"]
                 if is_messages_path(scope["path"]):
                     headers["request-id"] = state["request_id"]  # as Anthropic's SDKs read it
             elif message["type"] == "http.response.body":
                 body = message.get("body", b"")
-                num_bytes += len(body)
+                sent.num_bytes += len(body)
+                sent.has_ended = not message.get("more_body", False)
                 if is_refused:
                     refusal_body += body
             await send(message)
@@ -221,9 +243,9 @@ class RequestLogMiddleware:
             await self._app(scope, receive, send_counted)
         finally:
             closed_with: ForewordError | None = state.get("connection_error")
-            if not status:  # no response: the client left, or the connection was closed for it
-                status = CLIENT_CLOSED if closed_with is None else closed_with.status
-            self._log.on_response_sent(scope, route, status, refusal_body, num_bytes, started_s)
+            # Without a response the client left, or the connection was closed for it.
+            status = sent.status or (CLIENT_CLOSED if closed_with is None else closed_with.status)
+            self._log.on_response_sent(scope, route, status, refusal_body, sent.num_bytes, started_s)
             current_span.reset(token)
             if span is not None:
                 span.end(status, state["request_id"], _key_name(state))

@@ -17,7 +17,6 @@ from starlette.responses import StreamingResponse
 
 from foreword.errors import Aborted, ConfigError, ForewordError, InvalidRequest, Unsupported
 from foreword.metrics.request_stats import RequestProgress
-from foreword.server.auth.key_file import Key
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.auth.usage_db import (
@@ -93,7 +92,7 @@ async def reload_keys(models: ModelsDep) -> Response:
         await models.keyring.reload()
     except ConfigError as error:
         raise InvalidRequest(f"{error}; the keys stay as they were") from None
-    return JSONResponse({"keys": len(models.keyring.entries)})
+    return JSONResponse({"keys": len(models.keyring.meters)})
 
 
 @admin_router.get("/admin/usage")
@@ -129,10 +128,11 @@ async def usage(
 @admin_router.get("/admin/keys")
 async def keys(models: ModelsDep) -> Response:
     """Names and limits of all keys, and their usage since the server started."""
-    return JSONResponse({"keys": [_key_json(key, meter) for key, meter in models.keyring.entries]})
+    return JSONResponse({"keys": [_key_json(meter) for meter in models.keyring.meters]})
 
 
-def _key_json(key: Key, meter: UsageMeter) -> dict[str, Any]:
+def _key_json(meter: UsageMeter) -> dict[str, Any]:
+    key = meter.key
     expires = None if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()
     return {
         "name": key.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,6 +12,7 @@ from foreword.server.auth.keys import key_from_headers
 from foreword.server.health import Health, HealthBody
 from foreword.server.http.responses import JSONResponse
 from foreword.server.registry import ModelsDep, ServedModels
+from foreword.utils.version import __version__
 
 router = APIRouter()
 health_router = APIRouter()  # also while the model loads
@@ -49,10 +49,7 @@ async def live() -> Response:
 @health_router.get("/version")
 async def version_of_foreword() -> Response:
     """The version of this server."""
-    try:
-        return JSONResponse({"version": version("foreword")})
-    except PackageNotFoundError:  # a source tree that was never installed
-        return JSONResponse({"version": "unknown"})
+    return JSONResponse({"version": __version__})
 
 
 @router.get("/metrics")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from foreword.chat_formats.tool_validation import check_tools
 from foreword.errors import InvalidRequest
 from foreword.server.answering.generation import build_prompt
-from foreword.server.apis.body import ModelName, StrictModel, count_parts
+from foreword.server.answering.streaming import INLINE_IDS
+from foreword.server.apis.body import TABLES, ModelName, StrictModel, count_parts
 from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
-from foreword.server.apis.choices_writer import INLINE_IDS
-from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import JSONResponse, json_pieces
@@ -28,7 +27,7 @@ router = APIRouter(route_class=IntakeRoute)
 
 
 class TokenizeBody(TemplateOptions):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = TEMPLATE
+    peer_fields = TABLES["template"]
     model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -41,7 +40,7 @@ class TokenizeBody(TemplateOptions):
 
 
 class DetokenizeBody(StrictModel):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = TEMPLATE
+    peer_fields = TABLES["template"]
     model: ModelName = None
     tokens: list[int]
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from foreword.config.options import Config
 from foreword.errors import Overloaded
-from foreword.server.apis.choices_writer import INLINE_LOGPROBS
+from foreword.server.answering.streaming import INLINE_LOGPROBS
 from foreword.server.apis.responses.store import ResponseStore
 from foreword.server.apis.responses.writer import ResponsesWriter
 from tests.support.apps import open_app

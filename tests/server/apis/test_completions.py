@@ -8,8 +8,9 @@ import openai
 import pytest
 
 from foreword.core.outputs import TokenLogprob
+from foreword.server.answering import streaming
 from foreword.server.answering.generation import Generation
-from foreword.server.apis import choices_writer, completions
+from foreword.server.apis import completions
 from foreword.tokenizer import input_processor
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import RunningServer
@@ -315,7 +316,7 @@ def test_first_event_of_a_long_prompt_is_written_in_a_thread(
     texts = []
     for limits in ({}, limit):
         for name, value in limits.items():
-            monkeypatch.setattr(choices_writer, name, value)
+            monkeypatch.setattr(streaming, name, value)
         threads.append("next")
         lines = served.http.post("/v1/completions", json=body).text.split("\n\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -340,7 +341,7 @@ def test_many_logprobs_are_written_in_a_thread(
     monkeypatch.setattr(completions.CompletionWriter, "full", record)
     answers = []
     for limit in (512, 1):
-        monkeypatch.setattr(choices_writer, "INLINE_LOGPROBS", limit)
+        monkeypatch.setattr(streaming, "INLINE_LOGPROBS", limit)
         body = {"prompt": "Hello", "echo": True, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "seed": 1}
         answers.append(served.http.post("/v1/completions", json=body).json()["choices"])
     assert answers[0] == answers[1] and threads[0] != threads[1]

@@ -234,7 +234,7 @@ def test_every_entry_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("foreword.server.auth.keys.compare_digest", noting)
     assert ring.identify(b"alice").fairness_key == "alice"
-    assert compared == [key.digest for key, _ in ring.entries] and len(compared) == 1 + len(KEYS)
+    assert compared == [meter.key.digest for meter in ring.meters] and len(compared) == 1 + len(KEYS)
 
 
 def test_key_expires(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_tokens_per_minute(server: RunningServer) -> None:
     owed = used + 1206 - 1000
     assert owed * 0.06 - 10 <= int(caught.value.response.headers["Retry-After"]) <= owed * 0.06 + 2
     assert server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 429
-    meter = next(meter for key, meter in server.app.state.models.keyring.entries if key.name == "poor")
+    meter = next(each for each in server.app.state.models.keyring.meters if each.key.name == "poor")
     assert (meter.prompt_tokens + meter.generated_tokens, meter.open) == (used + 1206, 0)
 
 
@@ -439,10 +439,10 @@ async def test_invalid_file_keeps_the_keys_and_is_logged_once(
     for _ in range(3):
         await ring.refresh()
     assert len(caplog.records) == 2 and "cannot be read" in caplog.records[1].getMessage()
-    assert len(ring.entries) == len(KEYS)
+    assert len(ring.meters) == len(KEYS)
     write(keys_file, key_of("bob"))
     await ring.refresh()
-    assert [key.name for key, _ in ring.entries] == ["bob"]
+    assert [meter.key.name for meter in ring.meters] == ["bob"]
 
 
 def test_invalid_file_at_start_is_an_error(tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ def test_reload_under_load(server: RunningServer, keys_file: Path) -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-    meter = next(meter for key, meter in server.app.state.models.keyring.entries if key.name == "alice")
+    meter = next(each for each in server.app.state.models.keyring.meters if each.key.name == "alice")
     assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
 
 

@@ -1,19 +1,20 @@
 """Limits of one key, with a fake clock."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.errors import RateLimited
-from foreword.server.auth.rate_limit import KeyLimits, TokenBucket, UsageMeter
+from foreword.server.auth.rate_limit import NO_KEY, TokenBucket, UsageMeter
 from tests.support.waiting import FakeClock
 
 
 def test_requests_per_minute() -> None:
     clock, reasons = FakeClock(), list[str]()
-    meter = UsageMeter(KeyLimits(requests_per_minute=3), clock, reasons.append)
+    meter = UsageMeter(replace(NO_KEY, requests_per_minute=3), clock, reasons.append)
     for _ in range(3):
         meter.check_request()
     with pytest.raises(RateLimited, match="3 requests a minute; try again in 20 s") as caught:
@@ -31,7 +32,7 @@ def test_client_is_admitted_after_retry_after() -> None:
     for per_minute in (1, 7, 50, 59, 61, 1000):
         clock = FakeClock()
         clock.now = 123456.789
-        meter = UsageMeter(KeyLimits(requests_per_minute=per_minute), clock)
+        meter = UsageMeter(replace(NO_KEY, requests_per_minute=per_minute), clock)
         for _ in range(3 * per_minute):
             try:
                 meter.check_request()
@@ -43,7 +44,7 @@ def test_client_is_admitted_after_retry_after() -> None:
 
 def test_token_debt_is_repaid_over_time() -> None:
     clock, reasons = FakeClock(), list[str]()
-    meter = UsageMeter(KeyLimits(tokens_per_minute=600), clock, reasons.append)
+    meter = UsageMeter(replace(NO_KEY, tokens_per_minute=600), clock, reasons.append)
     meter.check_request()
     meter.charge(prompt_tokens=500)
     meter.check_request()
@@ -59,7 +60,7 @@ def test_token_debt_is_repaid_over_time() -> None:
 
 
 def test_request_refused_for_tokens_is_not_counted() -> None:
-    meter = UsageMeter(KeyLimits(requests_per_minute=2, tokens_per_minute=10), FakeClock())
+    meter = UsageMeter(replace(NO_KEY, requests_per_minute=2, tokens_per_minute=10), FakeClock())
     meter.charge(prompt_tokens=10)
     for _ in range(5):
         with pytest.raises(RateLimited, match="tokens a minute"):
@@ -68,7 +69,7 @@ def test_request_refused_for_tokens_is_not_counted() -> None:
 
 
 def test_concurrency() -> None:
-    meter = UsageMeter(KeyLimits(max_concurrency=3), FakeClock())
+    meter = UsageMeter(replace(NO_KEY, max_concurrency=3), FakeClock())
     meter.open = 2
     meter.check_concurrency(1, 1.0)
     with pytest.raises(RateLimited, match="3 requests open, and has 2") as caught:
@@ -87,7 +88,7 @@ def test_without_limits() -> None:
 
 def test_openai_headers() -> None:
     clock = FakeClock()
-    meter = UsageMeter(KeyLimits(requests_per_minute=60, tokens_per_minute=600), clock)
+    meter = UsageMeter(replace(NO_KEY, requests_per_minute=60, tokens_per_minute=600), clock)
     meter.check_request()
     meter.charge(900)
     assert meter.headers() == {
@@ -105,17 +106,17 @@ def test_openai_headers() -> None:
 
 def test_changed_limits_keep_the_usage() -> None:
     clock = FakeClock()
-    meter = UsageMeter(KeyLimits(requests_per_minute=10, tokens_per_minute=100), clock)
+    meter = UsageMeter(replace(NO_KEY, requests_per_minute=10, tokens_per_minute=100), clock)
     for _ in range(6):
         meter.check_request()
     meter.charge(150)
-    meter.limits = KeyLimits(requests_per_minute=20, tokens_per_minute=200)
+    meter.set_key(replace(NO_KEY, requests_per_minute=20, tokens_per_minute=200))
     assert meter.headers()["x-ratelimit-remaining-requests"] == "14"
     assert meter.headers()["x-ratelimit-remaining-tokens"] == "50"
-    meter.limits = KeyLimits(requests_per_minute=5, tokens_per_minute=100)
+    meter.set_key(replace(NO_KEY, requests_per_minute=5, tokens_per_minute=100))
     with pytest.raises(RateLimited):
         meter.check_request()
-    meter.limits = KeyLimits(max_concurrency=1)
+    meter.set_key(replace(NO_KEY, max_concurrency=1))
     meter.check_request()
     assert meter.headers() == {}
 

@@ -13,13 +13,13 @@ from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUs
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import (
+    TABLES,
     StrictModel,
     check_arguments,
     check_tool_form,
     count_parts,
     custom_input_grammar,
 )
-from foreword.server.apis.ignored_fields import CHAT, MESSAGE, IgnoredField
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
 from foreword.tokenizer.messages import num_unknown_fields
 
@@ -84,7 +84,7 @@ class Message(StrictModel):
     """One message; `content` is a text or a list of text parts, for a user also of image_url parts."""
 
     is_lenient: ClassVar[bool] = True
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MESSAGE
+    peer_fields = TABLES["message"]
     role: str
     content: MessageContent = None
     name: str | None = None
@@ -288,7 +288,7 @@ class ToolsBody(StrictModel):
 class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = CHAT
+    peer_fields = TABLES["chat"]
     aliases: ClassVar[Mapping[str, str]] = {**SamplingBody.aliases, **ReasoningBody.aliases}
     messages: list[Message]
     add_special_tokens: bool | None = None

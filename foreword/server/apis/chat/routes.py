@@ -20,7 +20,7 @@ from foreword.chat_formats.events import (
 from foreword.chat_formats.tools import NO_TOOLS, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.server.answering.generation import Generation, start_chat
-from foreword.server.answering.streaming import respond, response_header, response_options
+from foreword.server.answering.streaming import respond
 from foreword.server.apis.chat.body import ChatBody, to_template_messages
 from foreword.server.apis.choices_writer import (
     TEXT_MARK,
@@ -28,6 +28,8 @@ from foreword.server.apis.choices_writer import (
     ResponseHeader,
     ResponseOptions,
     chat_logprobs,
+    response_header,
+    response_options,
 )
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.intake import IntakeRoute

@@ -12,12 +12,11 @@ from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.server.apis.body import RequestBody, StrictModel, check_tool_form, count_parts
+from foreword.server.apis.body import TABLES, RequestBody, StrictModel, check_tool_form, count_parts
 from foreword.server.apis.chat.body import MessageContent
-from foreword.server.apis.ignored_fields import MESSAGES_API, IgnoredField
 from foreword.server.apis.messages.conversation import MessagesConversation
 from foreword.server.apis.sampling import NO_DEFAULTS, SamplingBody
-from foreword.server.apis.structured import Constraint, SchemaHolder
+from foreword.server.apis.structured import Constraint, SchemaHolder, StructuredOutputsBody
 from foreword.server.http.errors import rename_field
 
 OWN_TOOLS = (None, "custom", "function")  # types of tools that the client runs
@@ -113,10 +112,6 @@ class ConversationBody(StrictModel):
     def omit_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
-    def check_constraints(self) -> None:
-        super().check_constraints()
-        self.constraint()
-
     def constraint(self) -> Constraint:
         """The constraint on the answer's text. Raises InvalidRequest for two."""
         config = self.output_config
@@ -128,14 +123,6 @@ class ConversationBody(StrictModel):
             )
         given, name = (newer, "output_config.format") if newer is not None else (older, "output_format")
         return None if given is None else StructuredOutput.json_schema(given.schema_, field=f"{name}.schema")
-
-    def template_kwargs(self, continues: bool) -> dict[str, Any]:
-        """Arguments of ChatTemplate.render besides the messages."""
-        return {
-            "add_generation_prompt": not continues,
-            "continue_final_message": continues,
-            "options": self.chat_template_kwargs,
-        }
 
     def conversation(self, takes_images: bool) -> MessagesConversation:
         """The messages for a template. Raises InvalidRequest and Unsupported, which name the block.
@@ -196,7 +183,7 @@ class ConversationBody(StrictModel):
 class MessagesBody(SamplingBody, ConversationBody):
     """Anthropic's fields, and the sampling fields of the other routes."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MESSAGES_API
+    peer_fields = TABLES["messages_api"]
     aliases: ClassVar[Mapping[str, str]] = RequestBody.aliases
     stop: str | list[str] | None = Field(default=None, alias="stop_sequences")
 
@@ -207,16 +194,17 @@ class MessagesBody(SamplingBody, ConversationBody):
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
-        changes: dict[str, Any] = {"max_tokens": 1} if self.prompt_only else {}
-        if (constraint := self.constraint()) is not None:
-            if (other := self.structured()) is not None:
-                raise InvalidRequest(
-                    f"{constraint.field} and {other.field} cannot both constrain the answer", other.field
-                )
-            changes["structured"] = constraint
+        changes = {"max_tokens": 1} if self.prompt_only else {}
         with rename_field({"stop": "stop_sequences"}):
             return self.params_with(defaults, {}, **changes)
 
+    def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
+        return [self.constraint(), *super()._constraints(options)]
+
 
 class CountTokensBody(RequestBody, ConversationBody):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MESSAGES_API
+    peer_fields = TABLES["messages_api"]
+
+    def check_constraints(self) -> None:
+        super().check_constraints()
+        self.constraint()

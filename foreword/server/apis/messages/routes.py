@@ -13,7 +13,7 @@ from foreword.chat_formats.events import ChatEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation, count_prompt_tokens, start_chat
-from foreword.server.answering.streaming import respond
+from foreword.server.answering.streaming import ResponseWriter, respond
 from foreword.server.apis.answer_parts import AnswerParts
 from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
 from foreword.server.apis.messages.conversation import MessagesConversation, omit_text
@@ -93,7 +93,11 @@ async def _read_task(
         params,
         tools,
         body.reasoning(),
-        body.template_kwargs(conversation.continues),
+        {
+            "add_generation_prompt": not conversation.continues,
+            "continue_final_message": conversation.continues,
+            "options": body.chat_template_kwargs,
+        },
         prompt_only=isinstance(body, MessagesBody) and body.prompt_only,
         call_id_prefix="toolu_",
     )
@@ -174,11 +178,8 @@ def _read_input(text: str) -> Any:
         return {}
 
 
-class MessagesWriter:
+class MessagesWriter(ResponseWriter):
     """Writes the only choice of a generation as a message: see ResponseWriter."""
-
-    num_returned = 1
-    keeps_logprobs = False
 
     def __init__(
         self,
@@ -191,14 +192,13 @@ class MessagesWriter:
         metrics: bool,  # the request asks for `seed` and `metrics`
         prompt_only: bool,  # the answer is left out
     ) -> None:
-        self._server = server
+        super().__init__(server, generation, metrics)
         self._output = generation.outputs[0]
         resolved, num_input = server.info().resolved, len(self._output.request.prompt_ids)
         self._num_cacheable = num_input - num_input % resolved.block_size if resolved.prefix_caching else 0
         self._id = message_id
         self._model = model
         self._scope = scope
-        self._has_metrics = metrics
         self._prompt_only = prompt_only
         self._omit_thinking = omit_thinking
         self._blocks = BlockEvents(message_id, omit_thinking)
@@ -212,12 +212,6 @@ class MessagesWriter:
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         events = () if self._prompt_only else delta.events
         return b"".join(map(_sse, self._blocks.write(events))) or None
-
-    def is_slow(self, delta: OutputDelta | None) -> bool:
-        return False
-
-    def on_written(self) -> None:
-        return  # nothing is stored
 
     def last_events(self) -> Iterable[bytes]:
         yield b"".join(map(_sse, self._blocks.finish()))
@@ -241,10 +235,6 @@ class MessagesWriter:
         content = join_blocks([*blocks.write(events), *blocks.finish()])
         usage = self._usage(self._output.num_tokens)
         return {**self._message(content, *self._stop_reason(), usage), **self._extras()}
-
-    def record_returned(self, num_choices: int) -> None:
-        """Count choices that were sent completely."""
-        self._server.recorder.on_response(num_choices)
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: dict[str, Any]
@@ -295,11 +285,8 @@ class MessagesWriter:
         return usage
 
     def _extras(self) -> dict[str, Any]:
-        if not self._has_metrics:
-            return {}
-        request = self._output.request
-        metrics = self._server.recorder.answer_metrics(request.id)
-        return {"seed": request.seed} | ({} if metrics is None else {"metrics": metrics.as_dict()})
+        seed = {"seed": self._output.request.seed} if self.wants_metrics else {}
+        return {**seed, **self.metrics(self._output)}
 
 
 def _sse(event: Event) -> bytes:

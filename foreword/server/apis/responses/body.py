@@ -14,6 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported, shown
 from foreword.server.apis.body import (
+    TABLES,
     RequestBody,
     StrictModel,
     check_tool_form,
@@ -21,7 +22,6 @@ from foreword.server.apis.body import (
     custom_input_grammar,
 )
 from foreword.server.apis.chat.body import reasoning_options
-from foreword.server.apis.ignored_fields import RESPONSE_REASONING, RESPONSES, IgnoredField
 from foreword.server.apis.responses.items import (
     HOSTED_ITEMS,
     InputItem,
@@ -88,7 +88,7 @@ class FlatTool(StrictModel):
 
 
 class ReasoningFields(StrictModel):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSE_REASONING
+    peer_fields = TABLES["response_reasoning"]
     effort: str | None = None
     summary: str | None = None  # a hint: nothing is summarized here
     enabled: bool | None = None  # OpenRouter's, as the next one
@@ -142,11 +142,6 @@ class ItemsBody(StrictModel):
     text: TextBody | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    def check_constraints(self) -> None:
-        super().check_constraints()
-        if self.text is not None and self.text.format is not None:
-            self.text.format.constraint()
 
     def num_parts(self) -> tuple[int, str]:
         """Of an input that is not cut to the context."""
@@ -218,6 +213,10 @@ class ItemsBody(StrictModel):
             for member in tool.tools or ()
         }
 
+    def constraint(self) -> Constraint:
+        """The constraint on the answer's text. Raises InvalidRequest."""
+        return self.text.format.constraint() if self.text and self.text.format else None
+
     def reasoning_options(self) -> ReasoningOptions:
         """Raises Unsupported for an effort that is not OpenAI's, InvalidRequest for a negative budget."""
         given = self.reasoning or ReasoningFields()
@@ -226,23 +225,18 @@ class ItemsBody(StrictModel):
             raise InvalidRequest(f"{name} must be at least 0, got {given.max_tokens}", name)
         return reasoning_options(given.enabled, given.effort, given.max_tokens, "reasoning.effort")
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of ChatTemplate.render besides the messages."""
-        return {
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "options": self.chat_template_kwargs,
-        }
-
 
 class InputTokensBody(ItemsBody, RequestBody):
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSES
+    peer_fields = TABLES["responses"]
+
+    def check_constraints(self) -> None:
+        self.constraint()
 
 
 class ResponsesBody(SamplingBody, ItemsBody):
     """OpenAI's fields, and the sampling fields of the other routes."""
 
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSES
+    peer_fields = TABLES["responses"]
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None  # no effect: it limits tools that a server runs
     top_logprobs: int | None = None
@@ -295,8 +289,7 @@ class ResponsesBody(SamplingBody, ItemsBody):
         return self.params_with(defaults, names, **changes)
 
     def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
-        text = self.text.format.constraint() if self.text and self.text.format else None
-        return [text, *super()._constraints(options)]
+        return [self.constraint(), *super()._constraints(options)]
 
     def _check_fields(self) -> None:
         try:

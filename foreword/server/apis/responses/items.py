@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from foreword.errors import InvalidRequest, Unsupported, shown
-from foreword.server.apis.body import StrictModel, check_arguments
+from foreword.server.apis.body import TABLES, StrictModel, check_arguments
 from foreword.server.apis.chat.body import MessageContent
 from foreword.server.apis.conversation import (
     ConversationBuilder,
@@ -22,7 +22,6 @@ from foreword.server.apis.conversation import (
     text_field,
     text_part,
 )
-from foreword.server.apis.ignored_fields import RESPONSE_ITEM, IgnoredField
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -53,7 +52,7 @@ class InputItem(StrictModel):
     """One item of `input`; which fields it needs depends on its type."""
 
     is_lenient: ClassVar[bool] = True
-    peer_fields: ClassVar[Mapping[str, IgnoredField]] = RESPONSE_ITEM
+    peer_fields = TABLES["response_item"]
     type: str | None = None  # default: message, with a role
     id: str | None = None
     role: str | None = None

@@ -184,7 +184,8 @@ async def _read_task(
         conversation.finish()
 
     await server.intake.offload_if_large(request, convert, num_bytes)
-    task = ChatTask(conversation.messages, params, tools, body.reasoning_options(), body.template_kwargs())
+    template = {"options": body.chat_template_kwargs}
+    task = ChatTask(conversation.messages, params, tools, body.reasoning_options(), template)
     return task, conversation, [item for _, item in named]
 
 

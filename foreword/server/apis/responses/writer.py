@@ -13,8 +13,9 @@ from foreword.chat_formats.events import ChatEvent, ContentText
 from foreword.chat_formats.tools import ToolUse
 from foreword.errors import ForewordError, Overloaded
 from foreword.server.answering.generation import Generation
+from foreword.server.answering.streaming import INLINE_LOGPROBS, ResponseWriter, is_large
 from foreword.server.apis.answer_parts import AnswerParts
-from foreword.server.apis.choices_writer import INLINE_LOGPROBS, TokenNames, chat_logprob, is_large
+from foreword.server.apis.choices_writer import TokenNames, chat_logprob
 from foreword.server.apis.responses.items import encode_reasoning, new_id
 from foreword.server.http.responses import json_bytes, json_pieces, sse_event
 from foreword.server.loaded_model import LoadedModel
@@ -224,10 +225,8 @@ def _trim(logprobs: Sequence[Logprob], text: str) -> list[dict[str, Any]]:
     return [entry for offset, entry in logprobs if offset < end]
 
 
-class ResponsesWriter:
+class ResponsesWriter(ResponseWriter):
     """Writes the only choice of a generation as a response: see ResponseWriter."""
-
-    num_returned = 1
 
     def __init__(
         self,
@@ -238,12 +237,11 @@ class ResponsesWriter:
         metrics: bool,
         on_complete: Callable[[Mapping[str, Any], bytes], None],  # called with the response, also as JSON
     ) -> None:
-        self._server = server
+        super().__init__(server, generation, metrics)
         self._generation = generation
         self._output = generation.outputs[0]
         self._fields = fields
         self._items = items
-        self._metrics = metrics
         self._on_complete = on_complete
         self._written: tuple[Mapping[str, Any], bytes] | None = None  # the whole response, also as JSON
         self.keeps_logprobs = items.keeps_logprobs
@@ -306,10 +304,6 @@ class ResponsesWriter:
             self._encode(response)
         return response
 
-    def record_returned(self, num_choices: int) -> None:
-        """Count choices that were sent completely."""
-        self._server.recorder.on_response(num_choices)
-
     @property
     def _is_complete(self) -> bool:
         return self._output.finish_reason in ("stop", "tool_calls")
@@ -335,5 +329,4 @@ class ResponsesWriter:
             "output_tokens_details": {"reasoning_tokens": output.num_reasoning_tokens},
             "total_tokens": len(output.request.prompt_ids) + output.num_tokens,
         }
-        metrics = self._server.recorder.answer_metrics(output.request.id) if self._metrics else None
-        return response if metrics is None else {**response, "metrics": metrics.as_dict()}
+        return {**response, **self.metrics(output)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.errors import InvalidRequest, Overloaded
-from foreword.server.fair_threads import FairSemaphore, FairThreads
+from foreword.server.intake import FairSemaphore, FairThreads
 from foreword.utils.logging import log_model
 from tests.support.waiting import WAIT_S, wait_until_async
 

@@ -1,4 +1,7 @@
-"""Sessions of other servers with this one's engine. They exist with --engine-key, and are not in /docs.
+"""Routes under /engine, for who has the engine key; they are not in /docs.
+
+Sessions of other servers with this one's engine exist with --engine-key. With --replica-urls this server is
+a router instead, and lists, adds and drains the servers that it uses.
 
 A router sends token ids and gets token ids: prompts, stop strings and usage are its own affair. A session is
 the response of one POST; once it ends, its open requests are aborted. engine_client/remote_messages.py has
@@ -15,8 +18,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, Final
 from weakref import WeakSet
 
@@ -26,10 +29,12 @@ from pydantic import ValidationError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from foreword.config.options import Config
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request as EngineRequest
 from foreword.engine_client.base import EngineClient
+from foreword.engine_client.make_client import remote_replica
 from foreword.engine_client.messages import LoadAdapter, UnloadAdapter
 from foreword.engine_client.remote_messages import (
     GREETING,
@@ -47,14 +52,19 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
     build_digest,
 )
-from foreword.errors import ForewordError, InvalidRequest, ShuttingDown, shown
+from foreword.engine_client.router import EngineRouter
+from foreword.errors import ConfigError, ForewordError, InvalidRequest, ShuttingDown, shown
+from foreword.server.apis.body import StrictModel
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.health import REFUSAL_MESSAGE, STOPPING_MESSAGE, DrainState
-from foreword.server.registry import ModelsDep
+from foreword.server.http.responses import JSONResponse
+from foreword.server.loaded_model import LoadedModel
+from foreword.server.registry import ModelsDep, ServedModels
 
 logger = logging.getLogger("foreword.serve")
 
+REPLICAS_PATH: Final = "/engine/replicas"
 MAX_CALLS: Final = 64  # open calls of a session, each a task
 
 
@@ -331,10 +341,11 @@ def _get_sessions(request: Request) -> EngineSessions:
 
 
 SessionsDep = Annotated[EngineSessions, Depends(_get_sessions)]
-router = APIRouter(include_in_schema=False)
+sessions_router = APIRouter(include_in_schema=False)
+replicas_router = APIRouter(include_in_schema=False)
 
 
-@router.post(SESSIONS_PATH)
+@sessions_router.post(SESSIONS_PATH)
 async def open_session(request: Request, models: ModelsDep, sessions: SessionsDep) -> Response:
     """A stream of events of the default model's engine, for requests that come by the next route."""
     server = await models.acquire(None, KeyPermissions("", "", UsageMeter()), request)
@@ -342,13 +353,13 @@ async def open_session(request: Request, models: ModelsDep, sessions: SessionsDe
     return _SessionResponse(sessions.open(server.client))
 
 
-@router.post("/engine/shutdown", status_code=204)
+@sessions_router.post("/engine/shutdown", status_code=204)
 async def shut_down() -> None:
     """End the server as SIGTERM does: open requests may finish, sessions hear of it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@router.post(f"{SESSIONS_PATH}/{{session_id}}/messages", status_code=204)
+@sessions_router.post(f"{SESSIONS_PATH}/{{session_id}}/messages", status_code=204)
 async def receive_messages(session_id: str, request: Request, sessions: SessionsDep) -> None:
     """A JSON list of messages, which take effect in its order, all or none."""
     session = sessions.get(session_id)
@@ -360,3 +371,62 @@ async def receive_messages(session_id: str, request: Request, sessions: Sessions
             raise InvalidRequest(f"the body is not valid JSON: {problems[0]['ctx']['error']}") from None
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
     session.receive(messages)
+
+
+class AddReplicaBody(StrictModel):
+    url: str
+    model: str | None = None  # None: the default model
+
+
+@replicas_router.get(REPLICAS_PATH)
+async def list_replicas(models: ModelsDep) -> Response:
+    """The models with replicas, their load, and the state of each replica."""
+    return JSONResponse(
+        {"models": [_describe_replicas(server, client) for server, client in _replicated(models)]}
+    )
+
+
+@replicas_router.post(REPLICAS_PATH, status_code=204)
+async def add_replica(body: AddReplicaBody, models: ModelsDep) -> None:
+    """Use the engine of one more server, once it answers. One that is used already stays."""
+    server, client = _find_replicated(models, body.model)
+    try:
+        (url,) = Config(replica_urls=body.url, engine_key=server.config.engine_key).remote_urls
+    except (ConfigError, ValueError):
+        raise InvalidRequest("url must be like http://10.0.0.7:8000", "url") from None
+    added = remote_replica(server.config, url)
+    if added.id not in {state.id for state in client.replica_states()}:
+        client.add(added)
+
+
+@replicas_router.delete(f"{REPLICAS_PATH}/{{replica_id}}", status_code=204)
+async def drain_replica(replica_id: str, models: ModelsDep, model: str | None = None) -> None:
+    """Move the streams of a replica to others, and forget it."""
+    _, client = _find_replicated(models, model)
+    await client.drain(replica_id)
+
+
+def _replicated(models: ServedModels) -> Iterator[tuple[LoadedModel, EngineRouter]]:
+    for server in models.loaded:
+        if isinstance(server.client, EngineRouter) and server.client.has_replicas:
+            yield server, server.client
+
+
+def _find_replicated(models: ServedModels, name: str | None) -> tuple[LoadedModel, EngineRouter]:
+    """Raises HTTPException."""
+    for server, client in _replicated(models):
+        if name is None or name in server.names.all:
+            return server, client
+    raise HTTPException(404, "no model of this name has replicas")
+
+
+def _describe_replicas(server: LoadedModel, client: EngineRouter) -> dict[str, Any]:
+    now, live = time.monotonic(), list(server.recorder.live_requests())
+    waits = (now - progress.arrival_s for progress in live if not progress.is_prompt_computed)
+    return {
+        "name": server.model_name,
+        "num_requests": len(live),
+        "longest_wait_s": round(max(waits, default=0.0), 3),
+        "max_num_seqs": server.info().resolved.max_num_seqs,
+        "replicas": [asdict(state) for state in client.replica_states()],
+    }

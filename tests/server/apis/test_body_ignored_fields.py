@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from foreword.config.options import Config
-from foreword.server.apis import ignored_fields as compat
-from foreword.server.apis.body import StrictModel
+from foreword.server.apis.body import TABLES, IgnoredField, StrictModel
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.apis.completions import CompletionBody
-from foreword.server.apis.embeddings import EmbeddingBody
-from foreword.server.apis.ranking import RerankBody
+from foreword.server.apis.embeddings import EmbeddingBody, RerankBody
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.routes.tokenize import TokenizeBody
 from tests.server.conftest import RunningServer, run_server
@@ -29,24 +27,24 @@ USER = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 # (path, smallest body, table) of each route with a table.
-ROUTES: dict[str, tuple[str, dict[str, Any], Mapping[str, compat.IgnoredField]]] = {
-    "chat": (CHAT, {"messages": USER, "seed": 1}, compat.CHAT),
-    "completion": (COMPLETIONS, {"prompt": "Hi", "seed": 1}, compat.COMPLETION),
-    "responses": (RESPONSES, {"input": "Hi", "seed": 1}, compat.RESPONSES),
-    "embedding": ("/v1/embeddings", {"input": "Hi"}, compat.EMBEDDING),
-    "rerank": ("/v1/rerank", {"query": "a", "documents": ["b"]}, compat.RANKING),
-    "score": ("/v1/score", {"text_1": "a", "text_2": "b"}, compat.RANKING),
-    "tokenize": ("/tokenize", {"prompt": "Hi"}, compat.TEMPLATE),
-    "detokenize": ("/detokenize", {"tokens": [97]}, compat.TEMPLATE),
+ROUTES: dict[str, tuple[str, dict[str, Any], Mapping[str, IgnoredField]]] = {
+    "chat": (CHAT, {"messages": USER, "seed": 1}, TABLES["chat"]),
+    "completion": (COMPLETIONS, {"prompt": "Hi", "seed": 1}, TABLES["completion"]),
+    "responses": (RESPONSES, {"input": "Hi", "seed": 1}, TABLES["responses"]),
+    "embedding": ("/v1/embeddings", {"input": "Hi"}, TABLES["embedding"]),
+    "rerank": ("/v1/rerank", {"query": "a", "documents": ["b"]}, TABLES["ranking"]),
+    "score": ("/v1/score", {"text_1": "a", "text_2": "b"}, TABLES["ranking"]),
+    "tokenize": ("/tokenize", {"prompt": "Hi"}, TABLES["template"]),
+    "detokenize": ("/detokenize", {"tokens": [97]}, TABLES["template"]),
 }
 # Each row alone, once: routes that share a table share its code.
 ROWS = [
-    *(("completion", name) for name in compat.COMPLETION),
-    *(("chat", name) for name in compat.CHAT if name not in compat.GENERATION),
-    *(("responses", name) for name in compat.RESPONSES if name not in compat.GENERATION),
-    *(("embedding", name) for name in compat.EMBEDDING),
-    *(("rerank", name) for name in compat.RANKING if name not in compat.POOLING),
-    *(("tokenize", name) for name in compat.TEMPLATE),
+    *(("completion", name) for name in TABLES["completion"]),
+    *(("chat", name) for name in TABLES["chat"] if name not in TABLES["generation"]),
+    *(("responses", name) for name in TABLES["responses"] if name not in TABLES["generation"]),
+    *(("embedding", name) for name in TABLES["embedding"]),
+    *(("rerank", name) for name in TABLES["ranking"] if name not in TABLES["pooling"]),
+    *(("tokenize", name) for name in TABLES["template"]),
 ]
 MODELS: dict[str, type[StrictModel]] = {
     "chat": ChatBody,
@@ -57,23 +55,23 @@ MODELS: dict[str, type[StrictModel]] = {
     "tokenize": TokenizeBody,
 }
 # Objects inside a body: where their fields are, and a body with one such field.
-NESTED: dict[str, tuple[Mapping[str, compat.IgnoredField], Any]] = {
+NESTED: dict[str, tuple[Mapping[str, IgnoredField], Any]] = {
     "stream_options": (
-        compat.STREAM_OPTIONS,
+        TABLES["stream_options"],
         lambda fields: {"messages": USER, "stream": True, "stream_options": fields},
     ),
     "response_format.json_schema": (
-        compat.JSON_SCHEMA,
+        TABLES["json_schema"],
         lambda fields: {
             "messages": USER,
             "response_format": {"type": "json_schema", "json_schema": {"schema": True, **fields}},
         },
     ),
     "structured_outputs": (
-        compat.STRUCTURED_OUTPUTS,
+        TABLES["structured_outputs"],
         lambda fields: {"messages": USER, "structured_outputs": {"json": True, **fields}},
     ),
-    "messages[0]": (compat.MESSAGE, lambda fields: {"messages": [{**USER[0], **fields}]}),
+    "messages[0]": (TABLES["message"], lambda fields: {"messages": [{**USER[0], **fields}]}),
 }
 
 
@@ -151,8 +149,8 @@ def test_all_neutral_values_at_once(served: RunningServer, route: str) -> None:
 
 
 def test_true_is_not_one() -> None:
-    assert compat.CHAT["best_of"].accepts(1.0) and not compat.CHAT["best_of"].accepts(True)
-    assert compat.CHAT["echo"].accepts(False) and not compat.CHAT["echo"].accepts(0)
+    assert TABLES["chat"]["best_of"].accepts(1.0) and not TABLES["chat"]["best_of"].accepts(True)
+    assert TABLES["chat"]["echo"].accepts(False) and not TABLES["chat"]["echo"].accepts(0)
 
 
 @pytest.mark.parametrize("model", [ChatBody, CompletionBody, EmbeddingBody, RerankBody])
