@@ -24,6 +24,7 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.messages import DescribeModels, ModelDescriptions
 from foreword.errors import ConfigError, ForewordError
+from foreword.fleet.cpu_affinity import assign_gpus
 from foreword.planning.memory import (
     CUDA_CONTEXT_BYTES,
     GIB,
@@ -34,7 +35,7 @@ from foreword.planning.memory import (
     min_context,
 )
 from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_memory
-from foreword.planning.replica_resources import Machine, read_machine
+from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import MAX_CPU_KV_BYTES, ResolvedConfig, resolve
 from foreword.utils.threads import run_in_own_thread
 from foreword.weights.hub import resolve_path
@@ -106,25 +107,6 @@ async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan
     entries = tuple(replace(each, config=own) for each, own in zip(models.entries, configs, strict=True))
     models = replace(models, entries=entries)
     return make_fleet_plan(models, await describe_models([each.config for each in entries], fork_server))
-
-
-def assign_gpus(models: ModelsConfig, machine: Machine) -> ModelsConfig:
-    """A GPU for each model that names none, where there are several: the one with the fewest models."""
-    if len(machine.gpus) < 2:
-        return models
-    taken = dict.fromkeys(machine.gpus, 0)
-    for entry in models.entries:
-        for gpu in (entry.config.gpus or "").split(","):
-            if gpu in taken:
-                taken[gpu] += 1
-    entries = []
-    for entry in models.entries:
-        if entry.config.gpus is None and entry.config.device != "cpu" and entry.config.replicas:
-            gpu = min(taken, key=taken.__getitem__)
-            taken[gpu] += 1
-            entry = replace(entry, config=replace(entry.config, gpus=gpu))
-        entries.append(entry)
-    return replace(models, entries=tuple(entries))
 
 
 async def describe_models(

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import sys
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,11 +17,12 @@ from foreword.config.options import Config
 from foreword.config.units import parse_bytes
 from foreword.errors import ModelLoading
 from foreword.server.admission import AdmissionMiddleware
-from foreword.server.apis import completions, embeddings
+from foreword.server.apis import completions, embeddings, ranking
 from foreword.server.apis.chat import routes as chat
 from foreword.server.apis.messages import routes as messages
 from foreword.server.apis.responses import routes as responses
-from foreword.server.auth.keys import AuthenticationMiddleware, BrowserGuard, split_origins
+from foreword.server.auth.browser_guard import BrowserGuard, split_origins
+from foreword.server.auth.keys import AuthenticationMiddleware
 from foreword.server.health import DrainMiddleware, DrainState, Health
 from foreword.server.http.errors import add_error_handlers, error_response
 from foreword.server.http.middleware import (
@@ -38,6 +35,7 @@ from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, R
 from foreword.server.registry import ServedModels
 from foreword.server.routes import admin, engine, probes, slots, tokenize, ui
 from foreword.server.routes import models as model_routes
+from foreword.server.stall_monitor import StallMonitor
 from foreword.utils.logging import log_model
 
 logger = logging.getLogger("foreword.serve")
@@ -47,6 +45,7 @@ ROUTERS = (
     messages.router,
     completions.router,
     embeddings.router,
+    ranking.router,
     tokenize.router,
     probes.health_router,
     probes.router,
@@ -75,11 +74,6 @@ ROUTE_TABLE = RouteTable(
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 TICK_S = 1.0  # period of log lines and of checks of the key file
 MB = 1_000_000
-STALL_TICK_S = 0.2  # period of the stall monitor; a stall is measured up to so much too short
-MIN_STALL_S = 0.05  # a later tick is a stall
-WARN_S = 0.25  # a stall of which the log has a line
-WARN_INTERVAL_S = 60.0
-PACKAGE = __name__.partition(".")[0] + "."
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "X-Foreword-Ignored-Fields",
@@ -206,63 +200,6 @@ def _log_failure(step: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("housekeeping: the %s failed", step)
-
-
-class StallMonitor:
-    """Stalls of the event loop, in which the server answers nobody, and the code that caused them.
-
-    A ticker in the event loop, and a thread that looks at the loop's stack while the ticker is late.
-
-    Code that keeps the interpreter's lock stops this thread too, which then sees where the lock is next free.
-    """
-
-    def __init__(self, on_stall: Callable[[float], None]) -> None:
-        self._on_stall = on_stall  # called with the seconds of a stall
-        self._due_s = math.inf  # time of the next tick
-        self._culprit = (0.0, "")  # time of the tick that was late, and what ran then
-        self._next_warning_s = -math.inf
-
-    async def run(self) -> None:
-        """Observe this event loop until cancelled."""
-        ended = threading.Event()
-        task = (asyncio.get_running_loop(), threading.get_ident(), ended)
-        threading.Thread(target=self._watch, args=task, name="stall monitor", daemon=True).start()
-        try:
-            while True:
-                self._due_s = time.monotonic() + STALL_TICK_S
-                await asyncio.sleep(STALL_TICK_S)
-                self._on_tick(self._due_s, time.monotonic())
-        finally:
-            ended.set()
-
-    def _on_tick(self, due_s: float, now_s: float) -> None:
-        stall_s = now_s - due_s
-        if stall_s < MIN_STALL_S:
-            return
-        self._on_stall(stall_s)
-        if stall_s >= WARN_S and now_s >= self._next_warning_s:
-            self._next_warning_s = now_s + WARN_INTERVAL_S
-            seen_s, text = self._culprit
-            where = text if seen_s == due_s else "in unknown code"
-            logger.warning("the event loop stood still for %.2f s %s", stall_s, where)
-
-    def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int, ended: threading.Event) -> None:
-        while not ended.wait(STALL_TICK_S):
-            due_s = self._due_s
-            if time.monotonic() - due_s >= WARN_S and self._culprit[0] != due_s:
-                self._culprit = due_s, _describe_stall(loop, thread_id)
-
-
-def _describe_stall(loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
-    """ "in POST /v1/x, at foreword.a.b.C.f" of what an event loop runs in its thread."""
-    task = asyncio.current_task(loop)
-    parts = [] if task is None or task.get_name().startswith("Task-") else [f"in {task.get_name()}"]
-    frame = sys._current_frames().get(thread_id)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(PACKAGE):
-        frame = frame.f_back
-    if frame is not None:
-        parts.append(f"at {frame.f_globals['__name__']}.{frame.f_code.co_qualname}")
-    return ", ".join(parts) or "outside of a request"
 
 
 class SwappableApp:

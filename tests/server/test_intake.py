@@ -21,8 +21,8 @@ from foreword.server import intake_worker
 from foreword.server.apis.body import StrictModel
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.apis.completions import CompletionBody
-from foreword.server.apis.embeddings import RerankBody
 from foreword.server.apis.messages.body import MessagesBody
+from foreword.server.apis.ranking import RerankBody
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.app import ROUTERS
 from foreword.server.auth.keys import KeyPermissions

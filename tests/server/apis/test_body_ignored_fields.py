@@ -15,7 +15,8 @@ from foreword.config.options import Config
 from foreword.server.apis.body import TABLES, IgnoredField, StrictModel
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.apis.completions import CompletionBody
-from foreword.server.apis.embeddings import EmbeddingBody, RerankBody
+from foreword.server.apis.embeddings import EmbeddingBody
+from foreword.server.apis.ranking import RerankBody
 from foreword.server.apis.responses.body import ResponsesBody
 from foreword.server.routes.tokenize import TokenizeBody
 from tests.server.conftest import RunningServer, run_server

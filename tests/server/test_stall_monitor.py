@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from foreword.server import app
-from foreword.server.app import StallMonitor
+from foreword.server import stall_monitor
 from foreword.server.routes import tokenize
+from foreword.server.stall_monitor import StallMonitor
 from tests.server.conftest import run_server
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -19,7 +19,7 @@ from tests.support.waiting import WAIT_S, wait_until
 def test_handler_that_blocks_is_counted_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    describe, respond, is_seen = app._describe_stall, tokenize.JSONResponse, threading.Event()
+    describe, respond, is_seen = stall_monitor._describe, tokenize.JSONResponse, threading.Event()
 
     def describe_once(*args: Any) -> str:
         text = describe(*args)
@@ -30,17 +30,17 @@ def test_handler_that_blocks_is_counted_and_named(
         assert is_seen.wait(WAIT_S)
         return respond(content)
 
-    monkeypatch.setattr(app, "WARN_INTERVAL_S", 0)  # a busy machine has stalls of its own
+    monkeypatch.setattr(stall_monitor, "WARN_INTERVAL_S", 0)  # a busy machine has stalls of its own
     with run_server() as server, caplog.at_level(logging.WARNING):
         _, before_s = stalls(server.http.get("/metrics").text)
-        monkeypatch.setattr(app, "_describe_stall", describe_once)
+        monkeypatch.setattr(stall_monitor, "_describe", describe_once)
         monkeypatch.setattr(tokenize, "JSONResponse", block)
         assert server.http.post("/detokenize", json={"tokens": [65]}).json() == {"prompt": "A"}
         monkeypatch.setattr(tokenize, "JSONResponse", respond)
         place = "in POST /detokenize, at foreword.server.routes.tokenize.detokenize"
         wait_until(lambda: re.search(rf"the event loop stood still for [\d.]+ s {place}\n", caplog.text))
         count, seconds = stalls(server.http.get("/metrics").text)
-    assert count >= 1 and seconds - before_s >= app.WARN_S
+    assert count >= 1 and seconds - before_s >= stall_monitor.WARN_S
 
 
 def stalls(metrics: str) -> tuple[float, float]:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from foreword.config.models_file import read_models
 from foreword.config.options import Config
-from foreword.fleet.memory import assign_gpus
-from foreword.fleet.model_manager import ThreadDemand, ThreadSharing, share_threads
+from foreword.fleet.cpu_affinity import ThreadDemand, ThreadSharing, assign_gpus, share_threads
 from foreword.planning.replica_resources import Machine
 
 

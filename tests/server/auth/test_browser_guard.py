@@ -9,7 +9,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError, Forbidden
-from foreword.server.auth.keys import BrowserGuard
+from foreword.server.auth.browser_guard import BrowserGuard
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 
