@@ -210,7 +210,7 @@ class RequestLogMiddleware:
         state["request_id"] = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         span, route = None, self._routes.template(scope["path"])
         if (task := asyncio.current_task()) is not None:
-            task.set_name(f"{scope['method']:.8} {route}")  # for app.py: StallMonitor
+            task.set_name(f"{scope['method']:.8} {route}")  # for stall_monitor.py
         is_traced = scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(ENGINE_PATH)
         if self._log.tracer is not None and is_traced:
             span = self._log.tracer.start(scope["method"], route, Headers(scope=scope))
