@@ -147,9 +147,12 @@ class Packer:
 
 
 def join_experts(
-    gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None, scales: Tensor | None
+    gate_up: Sequence[CpuLinear],
+    down: Sequence[CpuLinear],
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> CpuExperts:
-    """Weights [2I, H] or [I, H], and [H, I], of each expert; bias, scales float32 [E]."""
+    """See Ops.pack_experts."""
     vectors = [None if vector is None else vector.contiguous() for vector in (bias, scales)]
     given = [vector for vector in vectors if vector is not None]
     assert all(vector.dtype == torch.float32 and vector.shape == (len(down),) for vector in given)
