@@ -205,7 +205,9 @@ class Xtc:
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
         probabilities = np.array([row.state.params.xtc_probability for row in rows], np.float64)
         thresholds = np.array([row.state.params.xtc_threshold for row in rows], np.float64)
-        return (*rng_keys(rows), probabilities, thresholds)
+        seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
+        positions = np.array([row.position for row in rows], np.int64)
+        return seeds, positions, probabilities, thresholds
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.apply_xtc(logits, *gathered)
@@ -293,9 +295,3 @@ def _flatten(ids_by_row: Sequence[Ids]) -> tuple[Ids, Ids]:
     """Start of each row's ids, int64 [R+1], and the ids of all rows, int64 [N]."""
     starts = np.array(list(accumulate(map(len, ids_by_row), initial=0)), np.int64)
     return starts, ids_by_row[0] if len(ids_by_row) == 1 else np.concatenate(ids_by_row)
-
-
-def rng_keys(rows: Rows) -> tuple[Ids, Ids]:
-    """Keys of the rows' noise: bits of the seeds int64 [R], positions int64 [R]."""
-    seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
-    return seeds, np.array([len(row.state.tokens) + len(row.draft) for row in rows], np.int64)
