@@ -192,7 +192,7 @@ def test_slower_reading_computes(
     assert engine.prefix_loader is not None
     monkeypatch.setattr(engine.prefix_loader, "_row_seconds", 1e-12)
     (tier,) = engine.prefix_loader.tiers
-    tier.copy_seconds, tier._counts.read_bytes = 1.0, 1
+    tier.copy_seconds, tier.counts.read_bytes = 1.0, 1
     assert answers_of(engine, conversations(1)) == expected
     assert not tier_stats(engine, "host").hit_tokens and tier_stats(engine, "host").written_bytes
 

@@ -158,7 +158,6 @@ def build_batch(
     if with_prev_slots:
         optional["prev_slots"] = _prev_slots(chunks, block_size, padding)
     tensors = upload([*arrays, *optional.values()], torch.device(device))
-    uploaded = dict(zip(optional, tensors[5:], strict=True))
     return Batch(
         token_ids=tensors[0],
         positions=tensors[1],
@@ -168,13 +167,8 @@ def build_batch(
         query_start_loc=tuple(rows.starts),
         seq_lens=tuple(rows.seq_lens),
         block_size=block_size,
-        mrope_positions=uploaded.get("mrope_positions"),
         image_features=_image_features(chunks, rows.starts, device),
-        request_index=uploaded.get("request_index"),
-        lora_slots=uploaded.get("lora_slots"),
-        state_slots=uploaded.get("state_slots"),
-        anchor_tables=uploaded.get("anchor_tables"),
-        prev_slots=uploaded.get("prev_slots"),
+        **dict(zip(optional, tensors[5:], strict=True)),
     )
 
 

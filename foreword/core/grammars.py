@@ -17,30 +17,24 @@ class Grammars(Protocol):
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the bytes of each token; `compile` waits for it. A second vocabulary is ignored."""
+        return
 
     def compile(self, request: Request) -> Future[RequestGrammar]:
         """The matcher of a request, after its resumed output. Raises InvalidRequest, as the future does."""
 
     def start_masks(self, rows: Sequence[SampleRow]) -> None:
         """Compute the masks of these rows in the background. Rows without a grammar are ignored."""
+        return
 
     def close(self) -> None:
         """Stop all threads; waiting requests are cancelled."""
+        return
 
 
 class NoGrammars(Grammars):
     """Where llguidance is not installed."""
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        pass
-
     def compile(self, request: Request) -> Future[RequestGrammar]:
         assert request.params.structured is not None, "the request has no constraint"
         field = request.params.structured.field
         raise InvalidRequest(f"{field} needs the Python package llguidance: pip install llguidance", field)
-
-    def start_masks(self, rows: Sequence[SampleRow]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

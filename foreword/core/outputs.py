@@ -5,6 +5,7 @@ What every request has in every step is a named tuple: a frozen dataclass takes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -120,9 +121,9 @@ class DraftingStats:
 
 
 @_pickled_as_call
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KVTierStats:
-    """A tier of the KV cache, as totals since the engine started."""
+    """A tier of the KV cache, as totals since the engine started. A report has a copy."""
 
     hit_tokens: int = 0  # whose KV was read
     avoided_seconds: float = 0.0  # expected time to compute them
@@ -132,7 +133,7 @@ class KVTierStats:
     write_seconds: float = 0.0
     write_errors: int = 0
     dropped_blocks: int = 0  # not written: too many were queued
-    refused: Mapping[str, int] = field(default_factory=dict)  # files that were not used, by reason
+    refused: Counter[str] = field(default_factory=Counter)  # files that were not used, by reason
 
 
 @_pickled_as_call

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -139,13 +138,7 @@ class CudaMemoryMeter:
         torch.cuda.reset_peak_memory_stats()
 
 
-class ProfileSteps(Protocol):
-    def run_max(self) -> None: ...
-
-    def run_graphs(self) -> None: ...
-
-
-def profile_memory(meter: CudaMemoryMeter, estimate: DeviceMemory, steps: ProfileSteps) -> DeviceMemory:
+def profile_memory(meter: CudaMemoryMeter, estimate: DeviceMemory, steps: ProfileRun) -> DeviceMemory:
     """The estimate with measured figures. The models are loaded, the KV cache has a block or two.
 
     After the largest steps the allocator holds all that it will hold while it serves. The KV cache gets the

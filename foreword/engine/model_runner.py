@@ -104,23 +104,38 @@ def _verify_drafts(
     row = 0
     for request, logprobs in zip(requests, prompt_logprobs, strict=True):
         if request.is_sampled:
-            outputs.append(_step_output(request, sampled, row, logprobs))
+            outputs.append(_sampled_output(request, sampled, row, logprobs))
             row += 1 + request.num_draft_tokens
         else:
             outputs.append(StepOutput(prompt_logprobs=logprobs))
     return tuple(outputs)
 
 
-def _step_output(
+def _sampled_output(
     request: ScheduledRequest, sampled: SamplerOutput, start: int, prompt_logprobs: tuple[TokenLogprob, ...]
 ) -> StepOutput:
-    """Keep the accepted draft tokens and one more, up to the end of the output."""
+    """Keep the accepted draft tokens and one more."""
     state, num_draft = request.state, request.num_draft_tokens
     run = sampled.token_ids[start : start + 1 + num_draft]
-    accepted = 0
     if num_draft:
-        accepted = verify(run, state.draft[:num_draft])
-        del run[accepted + 1 :]
+        del run[verify(run, state.draft[:num_draft]) + 1 :]
+    end = start + len(run)
+    logprobs = () if state.params.logprobs is None else sampled.logprobs[start:end]
+    return step_output(state, run, logprobs, sampled.logits_hashes[start:end], prompt_logprobs)
+
+
+def step_output(
+    state: RequestState,
+    run: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    logits_hashes: Sequence[int],
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+) -> StepOutput:
+    """Cut a run of accepted draft tokens and one more, which may be none (NON_FINITE), at the output's end.
+
+    logprobs, logits_hashes  of each token, or empty
+    """
+    accepted = len(run) - 1
     if run[-1] < 0 and accepted:  # the next step reports the error, from a row without draft tokens
         run, accepted = run[:-1], accepted - 1
     failed = run[-1] < 0
@@ -128,15 +143,12 @@ def _step_output(
     error = None
     if failed and finish_reason is None:
         error = _sampling_error(state, run[-1], state.num_output + kept)
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if state.params.logprobs is not None:
-        logprobs = tuple(logprob for logprob in sampled.logprobs[start : start + kept] if logprob is not None)
     return StepOutput(
         tuple(run[:kept]),
         min(accepted, kept),
-        logprobs,
+        tuple([logprob for logprob in logprobs[:kept] if logprob is not None]),
         prompt_logprobs,
-        tuple(sampled.logits_hashes[start : start + kept]) if sampled.logits_hashes else (),
+        tuple(logits_hashes[:kept]),
         finish_reason,
         stop_id,
         repetition,

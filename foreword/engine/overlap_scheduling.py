@@ -14,7 +14,7 @@ in flight still writes to them, which is safe:
 * A step that starts with n known tokens writes positions from n - 1 on. The host knows these n tokens when it
   commits the step before, so num_computed <= n - 1 and indexed blocks end there: no late write reaches a
   shared block.
-* Blocks of steps in flight are reserved (Scheduler.reserve_ahead), and a run preempts no request: a
+* Blocks of steps in flight are reserved (BlockManager.reserve), and a run preempts no request: a
   live request never loses a block that is written to.
 The draft model's blocks are ordered in the same way, and are never shared.
 """
@@ -34,7 +34,7 @@ from foreword.core.request import RequestState
 from foreword.cuda_graphs.decode_loop import DecodeLoop, DecodeResult, DecodeSlot, SupportsDecodeLoop
 from foreword.engine.encoder_runner import pending_images
 from foreword.engine.fault_isolation import reset_state
-from foreword.engine.model_runner import ModelRunner
+from foreword.engine.model_runner import ModelRunner, step_output
 from foreword.engine.overlap_sampling import HostSampledLoop
 from foreword.engine.scheduler import ScheduledRequest, ScheduleOutput, Scheduler
 from foreword.engine.timers import StepTimer
@@ -214,7 +214,7 @@ class OverlapLoop:
         lengths = [
             (s, len(s.tokens) + ahead if num_draft else min(len(s.tokens) + ahead, s.max_len)) for s in states
         ]
-        if not scheduler.reserve_ahead(lengths):
+        if not scheduler.block_manager.reserve(lengths):
             return None
         return self._start_run(states, num_draft)
 
@@ -280,7 +280,7 @@ class OverlapLoop:
             states, ahead = [request.state for request in active], PIPELINE_DEPTH * run.tokens_per_step
             if not self._proposer.call_device_drafter(lambda d: d.reserve_device(states, ahead)):
                 return False
-        return self._scheduler.reserve_ahead(lengths)
+        return self._scheduler.block_manager.reserve(lengths)
 
     def _extend_blocks(self, run: _DecodeRun, request: _RunRequest) -> None:
         """Upload new blocks of a request."""
@@ -308,7 +308,10 @@ class OverlapLoop:
             usable = [(request, result) for request, result in valid if result.token_ids[0] >= 0]
             if not usable:
                 return None
-            outputs = [_step_output(request.state, result) for request, result in usable]
+            outputs = [
+                step_output(request.state, result.token_ids, result.logprobs, result.logits_hashes)
+                for request, result in usable  # a row without a token is left to the synchronous loop
+            ]
             name = "" if self._proposer.device_drafter is None else self._proposer.device_drafter.name
             scheduled = tuple(_scheduled_request(request.state, result, name) for request, result in usable)
         if run.num_draft_tokens:
@@ -337,7 +340,7 @@ class OverlapLoop:
     def _end_run(self) -> None:
         """All steps are collected: the synchronous loop can continue."""
         run, self._run = self._run, None
-        self._scheduler.release_reserved()
+        self._scheduler.block_manager.release_reserved()
         if run is not None and run.num_draft_tokens:
             for request in run.requests:
                 if self._is_live(request):
@@ -405,23 +408,6 @@ def _validate_result(result: DecodeResult, vocab_size: int, num_draft_tokens: in
     if not -1 <= run[-1] < vocab_size or not all(0 <= token_id < vocab_size for token_id in drafted):
         raise RuntimeError(f"decode loop: a token id is outside the vocabulary of {vocab_size}")
     return result
-
-
-def _step_output(state: RequestState, result: DecodeResult) -> StepOutput:
-    """The output as in ModelRunner.run(); a row without a token is left to the synchronous loop."""
-    run, accepted = result.token_ids, len(result.token_ids) - 1
-    if run[-1] < 0:
-        run, accepted = run[:-1], accepted - 1
-    end = state.check_finish(run)
-    return StepOutput(
-        token_ids=run[: end.num_kept],
-        num_accepted=min(accepted, end.num_kept),
-        logprobs=result.logprobs[: end.num_kept],
-        logits_hashes=result.logits_hashes[: end.num_kept],
-        finish_reason=end.finish_reason,
-        stop_id=end.stop_id,
-        repetition=end.repetition,
-    )
 
 
 def _scheduled_request(state: RequestState, result: DecodeResult, drafter: str) -> ScheduledRequest:

@@ -137,17 +137,6 @@ class Scheduler:
             self._can_start(True) or first.request.priority < self.running[-1].request.priority
         )
 
-    def reserve_ahead(self, lengths: Sequence[tuple[RequestState, int]]) -> bool:
-        """Reserve blocks up to a number of tokens per request, for steps in flight.
-
-        Preempts no request: returns False and changes nothing if there are too few blocks.
-        """
-        return self.block_manager.reserve(lengths)
-
-    def release_reserved(self) -> None:
-        """No step is in flight."""
-        self.block_manager.release_reserved()
-
     def num_computable(self, state: RequestState) -> int:
         """Uncomputed tokens before the first one that needs an unencoded image."""
         return self.computable_until(state, state.num_computed) - state.num_computed

@@ -194,7 +194,7 @@ class DraftLoop(Protocol):
 
 
 class Ops(Protocol):
-    """The operations of a backend."""
+    """The operations of a backend, which inherits fused ones as sequences of others."""
 
     name: str  # in `foreword env` and in the fingerprint
     row_tile: int  # batches are padded to a multiple of this many rows
@@ -207,6 +207,7 @@ class Ops(Protocol):
 
     def set_threads(self, num_threads: int) -> None:
         """Compute with that many threads from now on. Without effect where their number changes bits."""
+        return
 
     def precompile(
         self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
@@ -215,6 +216,7 @@ class Ops(Protocol):
 
         Kernels write nothing within run(); on_progress(compiled, requested).
         """
+        return
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """The same function, possibly faster from its second call on, and possibly a DraftLoop.
@@ -250,6 +252,7 @@ class Ops(Protocol):
 
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
         """gated_act(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
+        return self.gated_act(self.linear(x, weight), activation)
 
     def pack_experts(
         self,
@@ -418,6 +421,9 @@ class Ops(Protocol):
         slots: Tensor,
     ) -> Tensor:
         """Return rope() of q [T, Hq, D]; write_kv() of rope() of k and of v."""
+        rotated = self.rope(q, cos_sin, positions, mrope_sections)
+        self.write_kv(self.rope(k, cos_sin, positions, mrope_sections), v, cache, slots)
+        return rotated
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         """Write k, v [T, Hk, D] into the cache at slots [T].

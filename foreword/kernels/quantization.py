@@ -49,6 +49,13 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
+def matrix_shape(matrix: Matrix) -> tuple[int, int]:
+    """Rows N and columns K."""
+    if isinstance(matrix, Tensor):
+        return matrix.shape[0], matrix.shape[1]
+    return len(matrix.data if isinstance(matrix, QuantizedBlocks) else matrix.values), matrix.columns
+
+
 def slice_rows(matrix: Matrix, rows: slice) -> Matrix:
     """Rows of a matrix [N, K], without a copy but of scales."""
     if isinstance(matrix, Tensor):

@@ -15,10 +15,6 @@ from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_r
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps
 
-# Modules imported on use: only GPUs need Triton.
-TRITON_OPS = ("foreword.kernels.triton.backend", "TritonOps")
-TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.backend", "TritonFastMath")
-
 ISA_REQUIREMENTS = {
     "portable": "any processor",
     "neon": "64-bit ARM with dot products (ARMv8.2)",
@@ -76,8 +72,8 @@ def select_backend(
             f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa"
         )
     if device == "cuda" and triton_unavailable_reason(types) is None:
-        module, name = TRITON_FAST_MATH_OPS if fast_math else TRITON_OPS
-        ops: Ops = getattr(importlib.import_module(module), name)(eager)
+        backend = importlib.import_module("foreword.kernels.triton.backend")  # only GPUs need Triton
+        ops: Ops = (backend.TritonFastMath if fast_math else backend.TritonOps)(eager)
         return ops
     if library is None:
         return FastMathOps() if fast_math else ReferenceOps()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from foreword.errors import ConfigError
 from foreword.kv_cache.prefix_cache import DIGEST_BYTES
@@ -154,9 +154,9 @@ class BlockFiles:
         """
         path = self.path(digest)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(fd, "rb", buffering=0) as file:
+        with open(fd, "rb") as file:
             try:
-                image = self._read_image(file.fileno(), digest)
+                image = self._read_image(file, digest)
             except RefusedFile:
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -165,17 +165,16 @@ class BlockFiles:
                 os.utime(fd)
         return image
 
-    def _read_image(self, fd: int, digest: bytes) -> bytes:
-        info = os.fstat(fd)
+    def _read_image(self, file: BinaryIO, digest: bytes) -> bytes:
+        info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode) or info.st_size != self.file_bytes:
             raise RefusedFile("size")
-        data = _read_all(fd, self.file_bytes)
-        if len(data) != self.file_bytes:
+        header, image = file.read(HEADER.size), file.read(self.image_bytes)
+        if len(header) + len(image) != self.file_bytes:
             raise RefusedFile("size")
-        magic, namespace, name, size, checksum = HEADER.unpack_from(data)
+        magic, namespace, name, size, checksum = HEADER.unpack(header)
         if (magic, namespace, name, size) != (MAGIC, self._namespace, digest, self.image_bytes):
             raise RefusedFile("header")
-        image = data[HEADER.size :]
         if self._checksum(digest, image) != checksum:
             raise RefusedFile("checksum")
         return image
@@ -206,14 +205,6 @@ def _write_all(fd: int, header: bytes, image: bytes | memoryview) -> None:
             written -= len(parts.pop(0))
         if parts:
             parts[0] = parts[0][written:]
-
-
-def _read_all(fd: int, num_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    while num_bytes and (part := os.read(fd, num_bytes)):
-        parts.append(part)
-        num_bytes -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def pack_pin(digests: Sequence[bytes]) -> bytes:

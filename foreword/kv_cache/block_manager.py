@@ -60,7 +60,7 @@ class BlockManager:
         del owner.blocks[:]
 
     def reserve(self, lengths: Sequence[tuple[RequestState, int]]) -> bool:
-        """allocate_all(), and keep the blocks until release_reserved()."""
+        """allocate_all(), and keep the blocks until release_reserved(): for steps in flight."""
         if not self.allocate_all(lengths):
             return False
         for state, length in lengths:

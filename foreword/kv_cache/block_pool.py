@@ -67,10 +67,6 @@ class BlockPool:
         """Whether a block has this content."""
         return digest in self._block_of
 
-    def is_indexed(self, block: int) -> bool:
-        """Whether the block can be found by its content."""
-        return block in self._hash_of
-
     def digest_of(self, block: int) -> bytes | None:
         """The content of an indexed block."""
         return self._hash_of.get(block)

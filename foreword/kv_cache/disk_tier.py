@@ -155,13 +155,13 @@ class DiskTier(Tier):
         try:
             return pool.load(digest)
         except RefusedFile as error:
-            self.refused[str(error)] += 1
+            self.counts.refused[str(error)] += 1
             logger.warning("engine: removed a KV block on disk: its %s is wrong", error)
         except FileNotFoundError:
-            self.refused["missing"] += 1
+            self.counts.refused["missing"] += 1
             self._next_refresh_s = 0.0  # others may be gone too
         except OSError as error:
-            self.refused["unreadable"] += 1
+            self.counts.refused["unreadable"] += 1
             logger.warning("engine: a KV block cannot be read from disk: %s", error.strerror or error)
         pool.stored.discard(digest)
         return None

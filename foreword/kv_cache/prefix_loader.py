@@ -181,8 +181,8 @@ class PrefixLoader:
             pool.release([block])
             tier.copy_seconds += self._clock() - started_s
             if pooled is tier.blocks:
-                tier.hit_tokens += self._prefix_cache.block_size
-                tier.avoided_seconds += self._prefix_cache.block_size * self._row_seconds
+                tier.counts.hit_tokens += self._prefix_cache.block_size
+                tier.counts.avoided_seconds += self._prefix_cache.block_size * self._row_seconds
         return not is_done or bool(job.images), num_bytes
 
     def _offer(self, digest: bytes, anchor: int) -> None:

@@ -141,10 +141,10 @@ class StateCache:
 
     def _publish(self, state: RequestState, segment: int, anchor: int) -> None:
         block, rest = divmod(segment * SEGMENT, self._block_size)
-        if rest or not 0 < block <= len(state.block_hashes) or self.pool.is_indexed(anchor):
+        if rest or not 0 < block <= len(state.block_hashes) or self.pool.digest_of(anchor) is not None:
             return
         self.pool.publish(anchor, state.block_hashes[block - 1])
-        if self.pool.is_indexed(anchor):
+        if self.pool.digest_of(anchor) is not None:
             if self._is_kept(state, segment):
                 self._keep(state.block_hashes[block - 1], anchor)
             else:

@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import ClassVar, Final, NamedTuple
 
@@ -109,17 +109,6 @@ class ReadJob:
         return self.seconds > MIN_JUDGED_S and expected > self.max_seconds
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Totals; only the thread changes them."""
-
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    write_errors: int = 0
-
-
 class Tier:
     """Writes what pools gain, reads what jobs ask for. Methods are for the engine's thread."""
 
@@ -140,13 +129,9 @@ class Tier:
             images.pool.on_lost.append(images.on_lost)
         self.is_alive = True  # False once it has ended after an error, or was closed
         self.progress = threading.Event()  # a job has a further image, or is done
-        self.refused: Counter[str] = Counter()  # files, by reason
-        self.num_dropped = 0  # blocks that were not written: the queue was full
-        self.hit_tokens = 0  # read, and in a block now
-        self.avoided_seconds = 0.0  # expected time to compute these tokens
+        self.counts = KVTierStats()  # each one is changed by one thread alone
         self.copy_seconds = 0.0  # of read images into blocks
         self._clock = clock
-        self._counts = _Counts()
         self._problems: set[str] = set()  # that were logged
         self._writes: deque[QueuedWrite] = deque()
         self._reads: deque[ReadJob] = deque()
@@ -173,7 +158,7 @@ class Tier:
         if digest in pool.stored or not self.is_alive:
             return
         if self._is_full:
-            self.num_dropped += 1
+            self.counts.dropped_blocks += 1
             return
         pool.queued[digest] = write = QueuedWrite(pool, digest, block)
         self._writes.append(write)
@@ -215,23 +200,14 @@ class Tier:
 
     def read_seconds(self, num_bytes: int) -> float:
         """Expected time to read into blocks; 0 before the first read, which measures it."""
-        counts = self._counts
+        counts = self.counts
         seconds = counts.read_seconds + self.copy_seconds
         return seconds / counts.read_bytes * num_bytes if counts.read_bytes else 0.0
 
     def stats(self) -> KVTierStats:
-        counts = self._counts
-        return KVTierStats(
-            self.hit_tokens,
-            self.avoided_seconds,
-            counts.read_bytes,
-            counts.read_seconds + self.copy_seconds,
-            counts.written_bytes,
-            counts.write_seconds,
-            counts.write_errors,
-            self.num_dropped,
-            dict(self.refused),
-        )
+        """A copy of the counts; copies of images are a part of reading."""
+        seconds = self.counts.read_seconds + self.copy_seconds
+        return replace(self.counts, read_seconds=seconds, refused=Counter(self.counts.refused))
 
     # The thread
 
@@ -299,11 +275,11 @@ class Tier:
             pool.save(digest, image)
         except OSError as error:
             self._warn(f"a KV block cannot be written to {self.name}", error)
-            self._counts.write_errors += 1
+            self.counts.write_errors += 1
             self._next_write_s = self._clock() + WRITE_PAUSE_S
             return
-        self._counts.written_bytes += pool.entry_bytes
-        self._counts.write_seconds += self._clock() - started_s
+        self.counts.written_bytes += pool.entry_bytes
+        self.counts.write_seconds += self._clock() - started_s
         self._next_write_s = started_s + pool.entry_bytes / self.write_bytes_per_s
         self._on_written(pool.entry_bytes)
 
@@ -345,8 +321,8 @@ class Tier:
             seconds = self._clock() - started_s
             job.seconds += seconds
             job.num_bytes_read += pool.entry_bytes
-            self._counts.read_seconds += seconds
-            self._counts.read_bytes += pool.entry_bytes
+            self.counts.read_seconds += seconds
+            self.counts.read_bytes += pool.entry_bytes
         return image
 
     def _load(self, pool: PooledImages, digest: bytes) -> Tensor | None:

@@ -7,12 +7,14 @@ The parameters of all processors are uploaded at once before the first runs, so 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from foreword.core.batch import Arrays, SampleRow
@@ -167,76 +169,31 @@ class Dry(LogitsBiasBase):
         return ids, -penalties
 
 
-class TopNSigma:
-    """Keeps logits at most `top_n_sigma` standard deviations below the maximum, at any temperature."""
+class RowFilter:
+    """Temperature or a filter, with a number for each row; greedy requests use none."""
+
+    def __init__(self, name: str, dtype: npt.DTypeLike, is_used: Callable[[float], bool]) -> None:
+        """name  of the request's parameter, and of the operation: apply_NAME"""
+        self._name = name
+        self._dtype = dtype
+        self._is_used = is_used
+        self._value_of = attrgetter(f"state.params.{name}")
 
     def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_n_sigma > 0.0
+        return not request.params.greedy and self._is_used(getattr(request.params, self._name))
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.top_n_sigma for row in rows], np.float64),)
+        return (np.array(list(map(self._value_of, rows)), self._dtype),)
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_n_sigma(logits, *gathered)
+        getattr(ops, f"apply_{self._name}")(logits, *gathered)
 
 
-class Temperature:
-    """Divides the logits by the temperature."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.temperature != 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.temperature for row in rows], np.float32),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_temperature(logits, *gathered)
-
-
-class TopK:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_k > 0
+class TopK(RowFilter):
+    """A larger number than the vocabulary's size, which may be one of more than 64 bits, keeps all ids."""
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
         return (np.array([min(row.state.params.top_k, vocab_size) for row in rows], np.int64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_k(logits, *gathered)
-
-
-class TypicalP:
-    """Keeps the ids whose surprisal is closest to the entropy, up to a total probability of `typical_p`."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.typical_p < 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.typical_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_typical_p(logits, *gathered)
-
-
-class TopP:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_p < 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.top_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_p(logits, *gathered)
-
-
-class MinP:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.min_p > 0.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.min_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_min_p(logits, *gathered)
 
 
 class Xtc:
@@ -248,11 +205,18 @@ class Xtc:
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
         probabilities = np.array([row.state.params.xtc_probability for row in rows], np.float64)
         thresholds = np.array([row.state.params.xtc_threshold for row in rows], np.float64)
-        return (*rng_keys(rows), probabilities, thresholds)
+        seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
+        positions = np.array([row.position for row in rows], np.int64)
+        return seeds, positions, probabilities, thresholds
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.apply_xtc(logits, *gathered)
 
+
+TEMPERATURE = RowFilter("temperature", np.float32, lambda temperature: temperature != 1.0)
+TOP_K = TopK("top_k", np.int64, lambda k: k > 0)
+TOP_P = RowFilter("top_p", np.float64, lambda p: p < 1.0)
+MIN_P = RowFilter("min_p", np.float64, lambda p: p > 0.0)
 
 # The order of llama.cpp, with the temperature before the filters as in vLLM.
 PIPELINE: tuple[LogitsProcessor, ...] = (
@@ -264,12 +228,12 @@ PIPELINE: tuple[LogitsProcessor, ...] = (
     RepetitionPenalty(),
     CountPenalties(),
     Dry(),
-    TopNSigma(),
-    Temperature(),
-    TopK(),
-    TypicalP(),
-    TopP(),
-    MinP(),
+    RowFilter("top_n_sigma", np.float64, lambda n: n > 0.0),
+    TEMPERATURE,
+    TOP_K,
+    RowFilter("typical_p", np.float64, lambda p: p < 1.0),
+    TOP_P,
+    MIN_P,
     Xtc(),
 )
 
@@ -283,7 +247,8 @@ MASKING_PROCESSORS: Mapping[type, str] = MappingProxyType(
         MinTokens: "min_tokens",
     }
 )
-FILTER_PROCESSORS = (Temperature, TopK, TopP, MinP)
+# Those that need more than logits, seed and position, or that a draft loop does not have
+NO_DRAFT_PROCESSORS = tuple(step for step in PIPELINE if step not in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
 
 
 def active_processors(request: Request) -> tuple[LogitsProcessor, ...]:
@@ -300,7 +265,7 @@ def masking_fields(request: Request) -> tuple[str, ...]:
 
 def only_filters(request: Request) -> bool:
     """Whether sampling needs only logits, seed and position: temperature and filters, no history."""
-    return all(type(step) in FILTER_PROCESSORS for step in active_processors(request))
+    return not any(step.is_active(request) for step in NO_DRAFT_PROCESSORS)
 
 
 def draft_sampling_params(request: Request, vocab_size: int) -> DraftSamplingParams:
@@ -330,9 +295,3 @@ def _flatten(ids_by_row: Sequence[Ids]) -> tuple[Ids, Ids]:
     """Start of each row's ids, int64 [R+1], and the ids of all rows, int64 [N]."""
     starts = np.array(list(accumulate(map(len, ids_by_row), initial=0)), np.int64)
     return starts, ids_by_row[0] if len(ids_by_row) == 1 else np.concatenate(ids_by_row)
-
-
-def rng_keys(rows: Rows) -> tuple[Ids, Ids]:
-    """Keys of the rows' noise: bits of the seeds int64 [R], positions int64 [R]."""
-    seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
-    return seeds, np.array([len(row.state.tokens) + len(row.draft) for row in rows], np.int64)

@@ -74,16 +74,6 @@ class TokenCounts:
 class PenaltyState:
     """Penalties and biases of one request; each part is built on first use, then updated."""
 
-    __slots__ = (
-        "_all_counts",
-        "_allowed_masks",
-        "_dry_table",
-        "_logit_bias",
-        "_output_counts",
-        "_request",
-        "_suffix_repeats",
-    )
-
     def __init__(self, request: Request) -> None:
         self._request = request
         self._all_counts = TokenCounts()
@@ -170,24 +160,6 @@ class SuffixRepeats:
     |<------- sorted by n-gram ------->|<- tail, searched one by one ->|<- draft ->|
                             len(_sorted_keys)                     _num_tokens
     """
-
-    __slots__ = (
-        "_breaker_ids",
-        "_breaker_sequences",
-        "_draft_ids",
-        "_draft_matches",
-        "_ids",
-        "_keys",
-        "_last_indices",
-        "_lengths_at",
-        "_matches",
-        "_min_length",
-        "_ngram_size",
-        "_num_tokens",
-        "_sorted_indices",
-        "_sorted_keys",
-        "_window",
-    )
 
     def __init__(self, min_length: int, window: int = -1, breakers: Sequence[tuple[int, ...]] = ()) -> None:
         """min_length  tokens that a repeat has at least

@@ -99,13 +99,8 @@ class Sampler:
         self._ops = ops
         self._vocab_size = vocab_size
         assert all(0 <= token_id < vocab_size for token_id in never_sampled_ids)
-        self._never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)
+        self.never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)  # [U]
         self.with_hashes = test_mode
-
-    @property
-    def never_sampled_ids(self) -> Tensor:
-        """int64 [U], ascending."""
-        return self._never_sampled_ids
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool = True) -> SamplerOutput:
         """Sample logits float32 [R, V], which are overwritten; the host waits for the device once.
@@ -199,9 +194,9 @@ class Sampler:
         return _parse_logprobs(table, [num_logprobs] * len(target_ids))
 
     def _mask_never_sampled(self, logits: Tensor) -> None:
-        if self._never_sampled_ids.numel():
-            self._never_sampled_ids = self._never_sampled_ids.to(logits.device)
-            self._ops.mask_ids(logits, self._never_sampled_ids)
+        if self.never_sampled_ids.numel():
+            self.never_sampled_ids = self.never_sampled_ids.to(logits.device)
+            self._ops.mask_ids(logits, self.never_sampled_ids)
 
     def _keep_raw(self, logits: Tensor, num_top: int) -> _RawLogits:
         top_ids = self._ops.top_ids(logits, min(num_top, self._vocab_size))

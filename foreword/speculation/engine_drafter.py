@@ -70,15 +70,18 @@ class EngineDrafter(Protocol):
 
     def start(self, state: RequestState) -> bool | None:
         """A request begins. False: it gets no draft from here, so this is the last call for it."""
+        return None
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         """Forget a request. Called once for every start() that did not return False.
 
         output  delivered tokens of a completed request, to learn from; empty for an aborted one
         """
+        return
 
     def check(self, live: Container[str]) -> None:
         """Assert that only `live` requests have state."""
+        return
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """One draft of at most max_draft_tokens for each request, or None."""

@@ -558,13 +558,13 @@ def test_blocks_are_reserved_for_all_or_none(engine_of: Callable[..., Engine]) -
     steps(engine, 1)
     a, b = scheduler.states["a"], scheduler.states["b"]
     num_free, num_blocks = scheduler.pool.num_free, len(a.blocks)
-    assert not scheduler.reserve_ahead([(a, 40), (b, 80)])
+    assert not scheduler.block_manager.reserve([(a, 40), (b, 80)])
     assert scheduler.pool.num_free == num_free and len(a.blocks) == num_blocks
-    assert scheduler.reserve_ahead([(a, 40), (b, 20)])
+    assert scheduler.block_manager.reserve([(a, 40), (b, 20)])
     engine.check()
     engine.remove("a")
     engine.check()
-    scheduler.release_reserved()
+    scheduler.block_manager.release_reserved()
     assert scheduler.pool.num_used == 1
     engine.check()
 

@@ -111,7 +111,7 @@ def test_block_that_is_lost_before_its_turn_is_not_written(cache: Cache) -> None
 def test_full_queue_drops_blocks(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "MAX_QUEUED_WRITES", 2)
     digests = [cache.fill(number) for number in range(5)]
-    assert cache.tier.num_dropped == 3
+    assert cache.tier.counts.dropped_blocks == 3
     cache.tier.start()
     wait_until(lambda: cache.pooled.stored == set(digests[:2]))
 
@@ -282,7 +282,7 @@ def test_file_that_is_missing_ends_a_job_and_is_forgotten(cache: Cache) -> None:
     for digest in digests[1:]:
         cache.pooled.files.path(digest).unlink()
     job = ReadJob([(cache.pooled, digest) for digest in digests], 1e9, 0.0)
-    assert read_all(cache, job) == [bytes(64)] and cache.tier.refused == {"missing": 1}
+    assert read_all(cache, job) == [bytes(64)] and cache.tier.counts.refused == {"missing": 1}
     wait_until(lambda: cache.pooled.stored == {digests[0]})
 
 

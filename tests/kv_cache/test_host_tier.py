@@ -71,7 +71,7 @@ def cache() -> Iterator[Cache]:
 
 def test_blocks_that_memory_lost_are_read(cache: Cache) -> None:
     cache.compute()
-    assert cache.load() == 5 and cache.tier.hit_tokens == 20
+    assert cache.load() == 5 and cache.tier.counts.hit_tokens == 20
     for number, digest in enumerate(cache.digests):
         block = cache.pool.block_of(digest)
         assert block is not None
@@ -99,7 +99,7 @@ def test_image_that_changes_while_it_is_copied_is_not_used(
         write(block, image)
 
     monkeypatch.setattr(cache.host.images, "write", copy)
-    assert cache.load() == 2 and cache.tier.hit_tokens == 8
+    assert cache.load() == 2 and cache.tier.counts.hit_tokens == 8
 
 
 def test_a_step_copies_few_bytes_for_all_jobs_together(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_step_copies_few_bytes_for_all_jobs_together(cache: Cache, monkeypatch
     counts = []
     while cache.loader.is_busy:
         cache.loader.step([], {})
-        counts.append(cache.tier.hit_tokens // BLOCK_SIZE)
+        counts.append(cache.tier.counts.hit_tokens // BLOCK_SIZE)
     assert counts == [2, 4, 5]
 
 

@@ -82,7 +82,7 @@ def test_prefix_is_read_into_free_blocks(engine: Engine) -> None:
     assert state.is_loading and other.is_loading
     engine.run()
     assert not state.is_loading and engine.num_cached(state) == 5 and engine.num_cached(other) == 3
-    assert engine.tier.hit_tokens == 20, "the common blocks are read once"
+    assert engine.tier.counts.hit_tokens == 20, "the common blocks are read once"
     for number, digest in enumerate(state.block_hashes[:5]):
         block = engine.pool.acquire(digest)
         assert block is not None
@@ -94,7 +94,7 @@ def test_longer_prompt_reads_the_rest(engine: Engine) -> None:
     longer = engine.add("b", 25)
     engine.step()
     engine.run()
-    assert engine.num_cached(longer) == 6 and engine.tier.hit_tokens == 24
+    assert engine.num_cached(longer) == 6 and engine.tier.counts.hit_tokens == 24
 
 
 def test_nothing_is_read_without_room_for_all_of_it(engine: Engine) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
-from foreword.kernels.cpu.instructions import DTYPE_IDS
 from foreword.kernels.cpu.library import (
     ISAS,
     AttentionLayer,
@@ -26,12 +25,11 @@ from foreword.kernels.cpu.library import (
     supported_isas,
 )
 from foreword.kernels.cpu.packing import CpuExperts, CpuHeads, CpuLinear, Packer, join_experts, join_heads
-from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder
+from foreword.kernels.cpu.program import DTYPE_IDS, TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder
 from foreword.kernels.cpu.sampling import delete_context
 from foreword.kernels.cpu.states import GATES, NativeStates
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, Ops
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
-from foreword.kernels.unfused import UnfusedOps
 
 ACTIVATIONS = MappingProxyType(  # enum Activation
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
@@ -40,7 +38,7 @@ SCORINGS = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparse_mixer": 2})  # 
 NUM_AXES = 3  # of M-RoPE positions
 
 
-class CpuOps(NativeStates, UnfusedOps):
+class CpuOps(NativeStates, Ops):
     """Runs each operation at once (csrc/common/forward_program.h); a compiled function is a program.
 
     Activations are float32 or bfloat16. One caller at a time.
@@ -111,14 +109,8 @@ class CpuOps(NativeStates, UnfusedOps):
             self._execute(Opcode.LINEAR, (inputs,), columns, target=block.weight, keep_alive=block)
         return out if add_to is None else self.add(add_to, out)
 
-    def pack_experts(
-        self,
-        gate_up: Sequence[CpuLinear],
-        down: Sequence[CpuLinear],
-        bias: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> CpuExperts:
-        return join_experts(gate_up, down, bias, scales)
+    pack_experts = staticmethod(join_experts)
+    pack_heads = staticmethod(join_heads)
 
     def experts(
         self,
@@ -147,9 +139,6 @@ class CpuOps(NativeStates, UnfusedOps):
             ),
             scalars=(config.scale, config.tolerance),
         )
-
-    def pack_heads(self, heads: Sequence[CpuLinear]) -> CpuHeads:
-        return join_heads(heads)
 
     def linear_by_head(self, x: Tensor, weights: CpuHeads, append: Tensor | None = None) -> Tensor:
         rows, heads = x.shape[0], weights.pointers.heads

@@ -14,6 +14,7 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, HeadWeights, Weight
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
+from foreword.kernels.quantization import matrix_shape
 from foreword.utils.mapped_memory import HugePages, release_pages
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -95,17 +96,17 @@ class Packer:
 
     def pack(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> CpuLinear:
         """See Ops.pack_linear."""
-        inputs = _num_columns(parts[0])
-        assert all(_num_columns(part) == inputs for part in parts)
+        heights, widths = zip(*map(matrix_shape, parts), strict=True)
+        assert len(set(widths)) == 1
         float_bias = None if bias is None else bias.to(torch.float32).contiguous()
-        assert bias is None or bias.shape == (sum(map(_num_rows, parts)),), "a bias of another length"
+        assert bias is None or bias.shape == (sum(heights),), "a bias of another length"
         blocks = tuple(self._pack_blocks(parts, weight_format, float_bias))
-        return CpuLinear(blocks, sum(block.weight.n for block in blocks), inputs)
+        return CpuLinear(blocks, sum(heights), widths[0])
 
     def _pack_blocks(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None
     ) -> Iterator[PackedBlock]:
-        first, k = 0, _num_columns(parts[0])
+        first, (_, k) = 0, matrix_shape(parts[0])
         for layout, parts_of_block in groupby(parts, lambda part: _layout_of(part, weight_format)):
             of_block = list(parts_of_block)
             rows = np.concatenate([_row_pointers(part) for part in of_block])
@@ -147,9 +148,12 @@ class Packer:
 
 
 def join_experts(
-    gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear], bias: Tensor | None, scales: Tensor | None
+    gate_up: Sequence[CpuLinear],
+    down: Sequence[CpuLinear],
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> CpuExperts:
-    """Weights [2I, H] or [I, H], and [H, I], of each expert; bias, scales float32 [E]."""
+    """See Ops.pack_experts."""
     vectors = [None if vector is None else vector.contiguous() for vector in (bias, scales)]
     given = [vector for vector in vectors if vector is not None]
     assert all(vector.dtype == torch.float32 and vector.shape == (len(down),) for vector in given)
@@ -192,10 +196,6 @@ def _join_blocks(matrices: Sequence[CpuLinear]) -> tuple[ctypes.Array[Weight], c
     return (Weight * len(blocks))(*blocks), (ctypes.c_int64 * len(starts))(*starts)
 
 
-def _num_columns(part: Matrix) -> int:
-    return part.shape[1] if isinstance(part, Tensor) else part.columns
-
-
 def _layout_of(part: Matrix, weight_format: str) -> PackedLayout:
     if isinstance(part, QuantizedBlocks):
         return PackedLayout(part.format, part.format, 0, _order_bytes(part.input_order))
@@ -228,10 +228,6 @@ def _group_size(source: str, group_size: int, columns: int) -> int:
             f"support multiples of {multiple}, or one scale for the whole row"
         )
     return group_size
-
-
-def _num_rows(part: Matrix) -> int:
-    return len(_values_of(part))
 
 
 def _row_bytes(part: Matrix) -> int:

@@ -1,4 +1,4 @@
-"""Tracing one forward pass into a program that C++ runs for any batch.
+"""Instructions of the native kernels: run at once, or traced into a program that runs for any batch.
 
 While tracing, the instruction of each operation is recorded, and nothing is computed. Then every intermediate
 result gets an offset in an arena, in bytes per batch row, and every address becomes relative to the arena or
@@ -12,14 +12,18 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.kernels.cpu.library import AddressSpace, DraftArgs, Instruction, Operand, ProgramInputs
+from foreword.kernels.cpu.library import AddressSpace, DraftArgs, Instruction, Opcode, Operand, ProgramInputs
+from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.ops import DraftJob, DraftTokens
 
+DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
+NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 ALIGNMENT = 64
 # Rows of the traced batch, and those sampled: a result's row count shows which of the two it grows with.
 TRACE_ROWS = 3
@@ -97,6 +101,66 @@ class ProgramBuilder:
             if tensor_of_batch is not None and base == _storage_address(tensor_of_batch):
                 return Operand(space, operand.address - base, 0, operand.stride)
         raise AssertionError("an operand from outside: a forward pass may use only Ops and views")
+
+
+class InstructionRunner(NativeSampling):
+    """Base of CpuOps; csrc/common/forward_program.h."""
+
+    _builder: ProgramBuilder | None = None  # while a program is traced
+
+    def _execute(
+        self,
+        opcode: Opcode,
+        inputs: tuple[Tensor, ...],
+        out: Tensor | None,
+        *,
+        target: ctypes.Structure | int | None = None,
+        keep_alive: object = None,
+        sizes: tuple[int, ...] = (),
+        scalars: tuple[float, ...] = (),
+        batch: Batch | None = None,
+    ) -> Tensor:
+        """Run one instruction, or record it while tracing, where only the shape of its result counts.
+
+        keep_alive owns the memory of `target`.
+        """
+        first = inputs[0] if inputs else out
+        assert first is not None
+        written = first if out is None else out
+        instruction = Instruction(
+            op=opcode,
+            type=DTYPE_IDS.get(first.dtype, 0),
+            out_type=DTYPE_IDS[written.dtype],
+            inputs=tuple(_make_operand(tensor) for tensor in inputs),
+            out=NULL_OPERAND if out is None else _make_operand(out),
+            object=ctypes.addressof(target) if isinstance(target, ctypes.Structure) else target,
+            sizes=sizes,
+            numbers=scalars,
+        )
+        if self._builder is not None:
+            self._builder.add(instruction, inputs, out, (target, keep_alive))
+        elif batch is None:
+            self._run_program((Instruction * 1)(instruction), ProgramInputs(num_rows=written.shape[0]))
+        else:
+            program_inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
+            self._run_program((Instruction * 1)(instruction), program_inputs)
+        return written
+
+    def _run_program(self, program: ctypes.Array[Instruction], inputs: ProgramInputs) -> None:
+        self._library.foreword_run(self._cpu_context, program, len(program), ctypes.byref(inputs))
+
+    def _run_draft(
+        self, program: ctypes.Array[Instruction], inputs: ProgramInputs, draft_args: DraftArgs
+    ) -> None:
+        self._library.foreword_draft(
+            self._cpu_context, program, len(program), ctypes.byref(inputs), ctypes.byref(draft_args)
+        )
+
+
+def _make_operand(tensor: Tensor) -> Operand:
+    """Rows along the first dimension, each contiguous."""
+    assert tensor.device.type == "cpu" and tensor[:1].is_contiguous(), "values of a row must be consecutive"
+    return Operand(AddressSpace.ABSOLUTE, tensor.data_ptr(), 0, tensor.stride(0) * tensor.itemsize)
 
 
 class Program:

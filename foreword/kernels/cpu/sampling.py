@@ -14,11 +14,10 @@ from torch import Tensor
 
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import ISAS
-from foreword.kernels.reference.sampling import ReferenceSampling
 
 
-class NativeSampling(ReferenceSampling):
-    """Operations on rows of logits; tensors that are not contiguous float32 on the CPU go to torch."""
+class NativeSampling:
+    """Operations on rows of logits, contiguous on the CPU."""
 
     def __init__(self, library: ctypes.CDLL, isa: str = "portable", threads: int = 1) -> None:
         super().__init__()
@@ -30,36 +29,26 @@ class NativeSampling(ReferenceSampling):
         weakref.finalize(self, delete_context, library, self._cpu_context, os.getpid()).atexit = False
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        if not _is_supported(logits):
-            return super().log_sum_exp(logits)
         out = torch.empty(logits.shape[0], dtype=torch.float32)
         self._call(self._library.foreword_log_sum_exp, logits, out)
         return out
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
-        if not _is_supported(logits):
-            return super().top_ids(logits, k)
         assert 0 <= k <= logits.shape[1]
         out = torch.empty(logits.shape[0], k, dtype=torch.int64)
         self._call(self._library.foreword_top_ids, logits, k, out)
         return out
 
     def apply_mask(self, logits: Tensor, masks: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_mask(logits, masks)
         assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
         masks = masks.cpu().contiguous()
         self._call(self._library.foreword_keep_allowed, logits, masks, masks.shape[1])
 
     def mask_ids(self, logits: Tensor, ids: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().mask_ids(logits, ids)
         assert ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cpu
         self._call(self._library.foreword_mask_ids, logits, ids, len(ids))
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().add_bias(logits, starts, ids, biases)
         starts, ids = _check_ids(starts, ids, logits)
         assert biases.dtype == torch.float32 and biases.shape == ids.shape
         self._call(self._library.foreword_add_at, logits, starts, ids, len(ids), biases.cpu().contiguous())
@@ -67,58 +56,37 @@ class NativeSampling(ReferenceSampling):
     def apply_repetition_penalty(
         self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
     ) -> None:
-        if not _is_supported(logits):
-            return super().apply_repetition_penalty(logits, starts, ids, penalties)
         starts, ids = _check_ids(starts, ids, logits)
         penalties = _check_per_row(penalties, logits, torch.float32)
         self._call(self._library.foreword_penalize, logits, starts, ids, len(ids), penalties)
 
-    def _apply_filter(
-        self, function: Callable[..., None], logits: Tensor, values: Tensor, dtype: torch.dtype
-    ) -> bool:
-        """Call the C function of a filter with one value per row; False if it does not support the logits."""
-        if not _is_supported(logits):
-            return False
-        self._call(function, logits, _check_per_row(values, logits, dtype))
-        return True
-
     def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
-        function = self._library.foreword_apply_temperature
-        if not self._apply_filter(function, logits, temperatures, torch.float32):
-            super().apply_temperature(logits, temperatures)
+        temperatures = _check_per_row(temperatures, logits, torch.float32)
+        self._call(self._library.foreword_apply_temperature, logits, temperatures)
 
     def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
-        if not self._apply_filter(self._library.foreword_keep_top_n_sigma, logits, n, torch.float64):
-            super().apply_top_n_sigma(logits, n)
+        self._call(self._library.foreword_keep_top_n_sigma, logits, _check_per_row(n, logits, torch.float64))
 
     def apply_top_k(self, logits: Tensor, k: Tensor) -> None:
-        if not self._apply_filter(self._library.foreword_keep_top_k, logits, k, torch.int64):
-            super().apply_top_k(logits, k)
+        self._call(self._library.foreword_keep_top_k, logits, _check_per_row(k, logits, torch.int64))
 
     def apply_top_p(self, logits: Tensor, p: Tensor) -> None:
-        if not self._apply_filter(self._library.foreword_keep_top_p, logits, p, torch.float64):
-            super().apply_top_p(logits, p)
+        self._call(self._library.foreword_keep_top_p, logits, _check_per_row(p, logits, torch.float64))
 
     def apply_typical_p(self, logits: Tensor, p: Tensor) -> None:
-        if not self._apply_filter(self._library.foreword_keep_typical_p, logits, p, torch.float64):
-            super().apply_typical_p(logits, p)
+        self._call(self._library.foreword_keep_typical_p, logits, _check_per_row(p, logits, torch.float64))
 
     def apply_min_p(self, logits: Tensor, p: Tensor) -> None:
-        if not self._apply_filter(self._library.foreword_keep_min_p, logits, p, torch.float64):
-            super().apply_min_p(logits, p)
+        self._call(self._library.foreword_keep_min_p, logits, _check_per_row(p, logits, torch.float64))
 
     def apply_xtc(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
     ) -> None:
-        if not _is_supported(logits):
-            return super().apply_xtc(logits, seeds, positions, probabilities, thresholds)
         keys = [_check_per_row(values, logits, torch.int64) for values in (seeds, positions)]
         bounds = [_check_per_row(values, logits, torch.float64) for values in (probabilities, thresholds)]
         self._call(self._library.foreword_exclude_top, logits, *keys, *bounds)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-        if not _is_supported(logits):
-            return super().sample(logits, seeds, positions, greedy)
         seeds = _check_per_row(seeds, logits, torch.int64)
         positions = _check_per_row(positions, logits, torch.int64)
         greedy = _check_per_row(greedy, logits, torch.bool)
@@ -129,8 +97,7 @@ class NativeSampling(ReferenceSampling):
     def sample_to_host(
         self, logits: Tensor, seeds: array[int], positions: array[int], greedy: array[int]
     ) -> list[int]:
-        if not _is_supported(logits):
-            return super().sample_to_host(logits, seeds, positions, greedy)
+        _check_logits(logits)
         num_rows, vocab_size = logits.shape
         assert len(seeds) == len(positions) == len(greedy) == num_rows
         token_ids = array("q", bytes(8 * num_rows))
@@ -140,6 +107,7 @@ class NativeSampling(ReferenceSampling):
 
     def _call(self, function: Callable[..., None], logits: Tensor, *args: Tensor | int) -> None:
         """Call a C function on rows of logits; tensors are passed as pointers."""
+        _check_logits(logits)
         pointers = (value.data_ptr() if isinstance(value, Tensor) else value for value in args)
         function(self._cpu_context, logits.data_ptr(), *logits.shape, *pointers)
 
@@ -150,8 +118,9 @@ def delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> No
         library.foreword_machine_delete(cpu_context)
 
 
-def _is_supported(logits: Tensor) -> bool:
-    return logits.is_cpu and logits.dtype == torch.float32 and logits.dim() == 2 and logits.is_contiguous()
+def _check_logits(logits: Tensor) -> None:
+    """Check the device, dtype and layout that the kernels assume."""
+    assert logits.is_cpu and logits.dtype == torch.float32 and logits.dim() == 2 and logits.is_contiguous()
 
 
 def _check_ids(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, StateLayer
 from foreword.core.states import HEAD_DIM_MULTIPLE, MAX_KERNEL_SIZE, StateShape
-from foreword.kernels.cpu.instructions import DTYPE_IDS, InstructionRunner
 from foreword.kernels.cpu.library import Opcode, StateOperation
+from foreword.kernels.cpu.program import DTYPE_IDS, InstructionRunner
 
 GATES = MappingProxyType({"none": 0, "silu": 1, "sigmoid": 2, "gelu_tanh": 3})  # enum Gate
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.batch import Batch, KVLayer, StateLayer
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, PackedHeads
+from foreword.core.batch import Batch, KVLayer
+from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, LoraTable, Matrix, MRopeSections, Ops, PackedHeads
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import (
     ReferenceAttnMetadata,
@@ -28,7 +28,6 @@ from foreword.kernels.reference.attention import (
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.reference.states import GATES, causal_conv, gated_delta_rule, ssm_scan
-from foreword.kernels.unfused import UnfusedOps
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # constants of "gpt_oss"
 
@@ -89,7 +88,7 @@ class ReferenceExperts:
     scales: Tensor | None  # float32 [E]
 
 
-class ReferenceOps(ReferenceSampling, UnfusedOps):
+class ReferenceOps(ReferenceSampling, Ops):
     """Row-invariant torch: every tiled operation runs on `row_tile` rows."""
 
     name = "reference"
@@ -177,35 +176,10 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         factor = map_values(GATES[activation], gate.to(torch.float32))
         return (x.to(torch.float32) * factor).to(x.dtype)
 
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, state: StateLayer, batch: Batch
-    ) -> Tensor:
-        return causal_conv(x, weight, bias, activation, state, batch)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        rates: Tensor,
-        offsets: Tensor,
-        state: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
-        return gated_delta_rule(qkv, alpha, beta, rates, offsets, state, batch)
-
-    def ssm_scan(
-        self,
-        cbx: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        offsets: Tensor,
-        skips: Tensor,
-        limits: tuple[float, float],
-        state: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
-        return ssm_scan(cbx, time_steps, rates, offsets, skips, limits, state, batch)
+    causal_conv = staticmethod(causal_conv)
+    gated_delta_rule = staticmethod(gated_delta_rule)
+    ssm_scan = staticmethod(ssm_scan)
+    build_attention_metadata = staticmethod(build_attention_metadata)
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
         """See Ops.add_lora: each row alone, so that no other row can change its bits."""
@@ -320,11 +294,6 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
                 rounded, scale = _quantize_vectors(vectors, values.dtype)
                 values.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
                 scales.index_copy_(0, slots, scale)
-
-    def build_attention_metadata(
-        self, batch: Batch, window: int | None = None, first: int = 0, causal: bool = True
-    ) -> ReferenceAttnMetadata:
-        return build_attention_metadata(batch, window, first, causal)
 
     def attention(
         self,

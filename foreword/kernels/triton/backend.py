@@ -10,22 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.batch import Batch, KVLayer
-from foreword.kernels.ops import (
-    NO_ALPHAS,
-    LoraTable,
-    Matrix,
-    MRopeSections,
-    PackedExperts,
-    PackedHeads,
-    PackedLinear,
-)
+from foreword.kernels.ops import Matrix, PackedExperts, PackedHeads, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kernels.triton import elementwise, lora, rope
+from foreword.kernels.triton import elementwise
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.experts import TritonExperts
+from foreword.kernels.triton.lora import add_lora
 from foreword.kernels.triton.precompile import precompile
+from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.kernels.triton.states import TritonStates
 
@@ -51,53 +44,20 @@ class TritonOps(TritonExperts, TritonStates, TritonAttention, TritonSampling, Re
     ) -> None:
         logger.info("model: %s", precompile(run, on_progress))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x, weight, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return elementwise.layer_norm(x, weight, bias, eps)
-
-    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        return elementwise.gated_act(gate_up, activation)
-
-    def act(self, x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
-        return elementwise.act(x, activation, alphas)
-
-    def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
-        return lora.add_lora(y, x, table, batch)
-
-    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        return elementwise.scale_by_sigmoid(x, gate)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
+    gated_act = staticmethod(elementwise.gated_act)
+    act = staticmethod(elementwise.act)
+    scale_by_sigmoid = staticmethod(elementwise.scale_by_sigmoid)
+    gate = staticmethod(elementwise.gate)
+    softcap = staticmethod(elementwise.softcap)
+    add_lora = staticmethod(add_lora)
+    rope = staticmethod(rope)
+    rope_and_cache = staticmethod(rope_and_cache)
+    write_kv = staticmethod(write_kv)
 
     def add(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         return super().add(a, b) if scale == 1.0 else elementwise.add_scaled(a, b, scale)
-
-    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
-        return elementwise.gate(x, gate, activation)
-
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise.softcap(x, cap)
-
-    def rope(
-        self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
-    ) -> Tensor:
-        return rope.rope(x, cos_sin, positions, mrope_sections)
-
-    def rope_and_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        mrope_sections: MRopeSections | None,
-        cache: KVLayer,
-        slots: Tensor,
-    ) -> Tensor:
-        return rope.rope_and_cache(q, k, v, cos_sin, positions, mrope_sections, cache, slots)
-
-    def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        rope.write_kv(k, v, cache, slots)
 
 
 @dataclass(frozen=True, slots=True)

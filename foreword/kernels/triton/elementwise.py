@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from foreword.kernels.ops import NO_ALPHAS
 from foreword.kernels.triton.gemm_pack import (
     get_scale,
     get_zero,
@@ -171,7 +172,7 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def act(x: Tensor, activation: str, alphas: tuple[float, float]) -> Tensor:
+def act(x: Tensor, activation: str, alphas: tuple[float, float] = NO_ALPHAS) -> Tensor:
     """Ops.act"""
     assert x.stride(1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foreword.kernels.ops import NO_ALPHAS, ExpertsConfig, PackedExperts, PackedHeads, PackedLinear
+from foreword.kernels.ops import ExpertsConfig, PackedExperts, PackedHeads, PackedLinear
 from foreword.kernels.triton.elementwise import act
 from foreword.kernels.triton.gemm_pack import PackedWeight, stack
 from foreword.kernels.triton.linear import RowGroups, TritonLinear
@@ -93,7 +93,7 @@ class TritonExperts(TritonLinear):
         activation = config.activation if config.gated else None
         inner = self._launch_gemm(x, weights.gate_up, width, x.dtype, activation, None, groups)
         if not config.gated:
-            inner = act(inner, config.activation, NO_ALPHAS)
+            inner = act(inner, config.activation)
         groups = replace(groups, input_rows=None)
         outputs = self._launch_gemm(inner, weights.down, weights.down.rows, torch.float32, None, None, groups)
         _combine_kernel[(len(x), triton.cdiv(x.shape[1], COMBINE_BLOCK))](

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
-from foreword.kernels.quantization import dequantize, quantize, slice_rows, split_blocks
+from foreword.kernels.quantization import dequantize, matrix_shape, quantize, slice_rows, split_blocks
 
 PANEL_ROWS = 64
 MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
@@ -99,8 +99,8 @@ def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> Pa
     values of weight_format, or bfloat16 if that is quantized. Temporary memory is a few slices of rows.
     """
     packed_format = _pick_format(parts, weight_format)
-    rows = sum(_num_rows(part) for part in parts)
-    columns = {part.shape[1] if isinstance(part, Tensor) else part.columns for part in parts}.pop()
+    heights, widths = zip(*map(matrix_shape, parts), strict=True)
+    rows, columns = sum(heights), widths[0]
     quantized = weight_format in (*ROW_SCALED_FORMATS, "int4")
     dtype = torch.bfloat16 if quantized else getattr(torch, weight_format)
     height = max(MAX_SLICE_VALUES // columns // PANEL_ROWS, 1) * PANEL_ROWS
@@ -146,17 +146,11 @@ def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
     """Rows first to last of the stacked parts."""
     pieces: list[Matrix] = []
     for part in parts:
-        rows = slice(max(first, 0), max(last, 0))
-        if rows.start < min(rows.stop, _num_rows(part)):
+        rows, (height, _) = slice(max(first, 0), max(last, 0)), matrix_shape(part)
+        if rows.start < min(rows.stop, height):
             pieces.append(slice_rows(part, rows))
-        first, last = first - _num_rows(part), last - _num_rows(part)
+        first, last = first - height, last - height
     return pieces
-
-
-def _num_rows(part: Matrix) -> int:
-    if isinstance(part, Tensor):
-        return part.shape[0]
-    return (part.data if isinstance(part, QuantizedBlocks) else part.values).shape[0]
 
 
 def _get_input_order(part: Matrix) -> Tensor | None:

@@ -410,54 +410,22 @@ def top_ids(logits: Tensor, k: int, max_k: int, block: int) -> Tensor:
     return out
 
 
-def apply_top_k(logits: Tensor, k: Tensor, block: int) -> None:
-    sums = _digit_sums(logits)
-    maxes = compute_block_maxes(logits, block, k, TOP_K, sums)
-    _mask_all_but(logits, k, block, TOP_K, maxes, maxes, maxes, sums)
-
-
-def apply_top_p(logits: Tensor, p: Tensor, block: int) -> None:
-    sums = _digit_sums(logits)
-    maxes = compute_block_maxes(logits, block, p, TOP_P, sums)
-    _mask_all_but(logits, p, block, TOP_P, maxes, maxes, maxes, sums)
-
-
-def apply_typical_p(logits: Tensor, p: Tensor, block: int) -> None:
-    sums = _digit_sums(logits)
-    maxes = compute_block_maxes(logits, block, p, TYPICAL_P, sums)
-    expsums = compute_block_expsums(logits, block, maxes, p, TYPICAL_P)
-    entropies = torch.empty_like(maxes)
-    row, width = (logits, logits.stride(0), logits.shape[1]), triton.next_power_of_2(maxes.shape[1])
-    _entropy_kernel[maxes.shape](
-        *row, p, maxes, entropies, WIDTH=width, BLOCK=block, **launch_options(logits)
-    )
-    _mask_all_but(logits, p, block, TYPICAL_P, maxes, expsums, entropies, sums)
-
-
-def _digit_sums(logits: Tensor) -> Tensor:
-    """int64 [R, NUM_DIGITS, RADIX], uninitialized: compute_block_maxes() clears the rows that need it."""
-    shape = logits.shape[0], NUM_DIGITS.value, RADIX.value
-    return torch.empty(shape, dtype=torch.int64, device=logits.device)
-
-
-def _mask_all_but(
-    logits: Tensor,
-    bounds: Tensor,
-    block: int,
-    filter_id: tl.constexpr,
-    maxes: Tensor,
-    expsums: Tensor,
-    entropies: Tensor,
-    sums: Tensor,
-) -> None:
-    """maxes, expsums, entropies int64 [R, blocks]; only typical-p reads the second and third. sums are 0."""
-    grid = maxes.shape
-    last_sums = torch.empty(*grid, RADIX.value, dtype=torch.int64, device=logits.device)
-    row = logits, logits.stride(0), logits.shape[1]
-    prefixes = torch.empty(grid[0], NUM_DIGITS.value, 2, dtype=torch.int64, device=logits.device)
+def mask_all_but_prefix(logits: Tensor, bounds: Tensor, block: int, filter_id: tl.constexpr) -> None:
+    """Ops.apply_top_k, apply_top_p or apply_typical_p, for filters TOP_K, TOP_P and TYPICAL_P."""
+    num_rows, device = logits.shape[0], logits.device
+    sums = torch.empty(num_rows, NUM_DIGITS.value, RADIX.value, dtype=torch.int64, device=device)
+    maxes = compute_block_maxes(logits, block, bounds, filter_id, sums)  # clears the rows that need it
+    expsums = entropies = maxes  # not read
+    grid, width = maxes.shape, triton.next_power_of_2(maxes.shape[1])
+    row, options = (logits, logits.stride(0), logits.shape[1]), launch_options(logits)
+    if filter_id == TYPICAL_P:
+        expsums = compute_block_expsums(logits, block, maxes, bounds, filter_id)
+        entropies = torch.empty_like(maxes)
+        _entropy_kernel[grid](*row, bounds, maxes, entropies, WIDTH=width, BLOCK=block, **options)
+    last_sums = torch.empty(*grid, RADIX.value, dtype=torch.int64, device=device)
+    prefixes = torch.empty(num_rows, NUM_DIGITS.value, 2, dtype=torch.int64, device=device)
     operands = *row, bounds, maxes, expsums, entropies, sums, prefixes, last_sums
-    width = triton.next_power_of_2(grid[1])
-    options = {"FILTER": filter_id.value, "WIDTH": width, "BLOCK": block, **launch_options(logits)}
+    sizes = {"FILTER": filter_id.value, "WIDTH": width, "BLOCK": block}
     for index in range(NUM_DIGITS.value):
-        _digit_histogram_kernel[grid](*operands, index, **options)
-    _mask_rest_kernel[grid](*operands, **options)
+        _digit_histogram_kernel[grid](*operands, index, **sizes, **options)
+    _mask_rest_kernel[grid](*operands, **sizes, **options)

@@ -20,19 +20,6 @@ PRICED_ROWS = (8, 32, 128)  # numbers of further rows among which the cheapest r
 class TrackedRequest:
     """The controller's record of a request."""
 
-    __slots__ = (
-        "acceptance",
-        "context_len",
-        "delay_budget",
-        "max_draft_len",
-        "misses",
-        "probe_cost",
-        "prompt_read",
-        "sampler_class",
-        "skip_until",
-        "state",
-    )
-
     def __init__(self, state: RequestState, max_draft_len: int, delay_budget: DelayBudget) -> None:
         bound = state.params.speculation.max_draft_tokens
         self.state = state

@@ -17,18 +17,6 @@ class RegressionWatchdog:
     machine itself may have slowed down. Pauses double while speculation keeps losing.
     """
 
-    __slots__ = (
-        "_actual_s",
-        "_baseline_age",
-        "_baseline_ratio",
-        "_is_suspicious",
-        "_next_pause_steps",
-        "_num_steps",
-        "_plain_s",
-        "pause_steps",
-        "wants_baseline",
-    )
-
     def __init__(self) -> None:
         self.pause_steps = 0
         self.wants_baseline = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from foreword.core.outputs import GRAMMAR, Draft
 from foreword.core.request import RequestState
@@ -19,10 +19,6 @@ class GrammarDrafter(EngineDrafter):
 
     def start(self, state: RequestState) -> bool:
         return state.grammar is not None
-
-    def finish(self, request_id: str, output: Sequence[int] = ()) -> None: ...
-
-    def check(self, live: Container[str]) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         drafts: list[Draft | None] = []

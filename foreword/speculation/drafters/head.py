@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -73,15 +73,6 @@ class HeadDrafter(ModelBasedDrafter):
             self._max_draft_len = min(self._max_draft_len, head.parallel.max_tokens)
             self.one_pass = OnePass(self._max_draft_len, head.parallel.num_rows(0))
             self._mask_slot = kv.head.mask_slot if head.parallel.reads_mask_state else None
-
-    def start(self, state: RequestState) -> None:
-        pass
-
-    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        pass
-
-    def check(self, live: Container[str]) -> None:
-        pass
 
     def num_pending_rows(self, request: DraftRequest) -> int:
         """One: the target's passes compute the known tokens. 0 before a second token is known."""

@@ -35,18 +35,6 @@ class _PredictionCursor:
     Tokens are searched as characters of a string, which is cheaper than an index.
     """
 
-    __slots__ = (
-        "_chars",
-        "_never_sampled_at",
-        "_recent",
-        "anchor",
-        "cursor",
-        "match_len",
-        "near",
-        "num_seen",
-        "prediction_ids",
-    )
-
     def __init__(self, prediction_ids: Sequence[int], num_seen: int, never_sampled_ids: Set[int]) -> None:
         self.prediction_ids = prediction_ids
         self.num_seen = num_seen  # known tokens so far, prompt included

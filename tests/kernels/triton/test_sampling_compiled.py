@@ -49,13 +49,13 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
     yield "topk:_block_expsum_kernel", f"{ROWS} bounds:*fp32 block_maxes:*i64 block_expsums:*i64", any_row, 8
     keys = "seeds:*i64 positions:*i64 greedy:*u8"
     yield (
-        "sampling_kernels:_block_best_kernel",
+        "sampling:_block_best_kernel",
         f"{ROWS} {keys} block_maxes:*i64 best_ids:*i32 rivals:*fp32",
         {"BLOCK": BLOCK},
         8,
     )
     yield (
-        "sampling_kernels:_row_argmax_kernel",
+        "sampling:_row_argmax_kernel",
         f"{ROWS} {keys} block_maxes:*i64 best_ids:*i32 rivals:*fp32 out:*i64 count:i32",
         {"IDS": 256, **BLOCK_SHAPE},
         4,
@@ -74,25 +74,25 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
         8,
     )
     yield (
-        "sampling_kernels:_apply_mask_kernel",
+        "sampling:_apply_mask_kernel",
         f"{ROWS} masks:*i32 mask_stride:i32 num_words:i32",
         {"BLOCK": BLOCK},
         8,
     )
-    yield "sampling_kernels:_add_bias_kernel", f"{ROWS} starts:*i64 ids:*i64 biases:*fp32", {"IDS": 256}, 4
+    yield "sampling:_add_bias_kernel", f"{ROWS} starts:*i64 ids:*i64 biases:*fp32", {"IDS": 256}, 4
     yield (
-        "sampling_kernels:_repetition_penalty_kernel",
+        "sampling:_repetition_penalty_kernel",
         f"{ROWS} starts:*i64 ids:*i64 penalties:*fp32",
         {"IDS": 256},
         4,
     )
-    yield "sampling_kernels:_temperature_kernel", f"{ROWS} temperatures:*fp32", {"BLOCK": BLOCK}, 8
-    yield "sampling_kernels:_min_p_kernel", f"{ROWS} p:*fp64 block_maxes:*i64", dict(BLOCK_SHAPE), 8
+    yield "sampling:_temperature_kernel", f"{ROWS} temperatures:*fp32", {"BLOCK": BLOCK}, 8
+    yield "sampling:_min_p_kernel", f"{ROWS} p:*fp64 block_maxes:*i64", dict(BLOCK_SHAPE), 8
     moments = "block_maxes:*i64 counts:*i64 sums:*i64 squares:*i64"
-    yield "sampling_kernels:_moments_kernel", f"{ROWS} {moments}", dict(BLOCK_SHAPE), 8
-    yield "sampling_kernels:_top_n_sigma_kernel", f"{ROWS} n:*fp64 {moments}", dict(BLOCK_SHAPE), 8
-    yield "sampling_kernels:_xtc_last_kernel", XTC, dict(BLOCK_SHAPE), 8
-    yield "sampling_kernels:_xtc_kernel", XTC, dict(BLOCK_SHAPE), 8
+    yield "sampling:_moments_kernel", f"{ROWS} {moments}", dict(BLOCK_SHAPE), 8
+    yield "sampling:_top_n_sigma_kernel", f"{ROWS} n:*fp64 {moments}", dict(BLOCK_SHAPE), 8
+    yield "sampling:_xtc_last_kernel", XTC, dict(BLOCK_SHAPE), 8
+    yield "sampling:_xtc_kernel", XTC, dict(BLOCK_SHAPE), 8
     yield (
         "topk:_entropy_kernel",
         f"{ROWS} p:*fp64 block_maxes:*i64 block_entropies:*i64",
