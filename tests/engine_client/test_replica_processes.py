@@ -14,11 +14,10 @@ import pytest
 import pytest_asyncio
 
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent
-from foreword.core.params import Speculation
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
-from foreword.errors import AdapterConflict, NoReplica, RequestFailed
+from foreword.errors import AdapterConflict, NoReplica
 from tests.support.checkpoints import write_checkpoint
 from tests.support.client_answers import (
     Answer,
@@ -153,27 +152,6 @@ async def test_added_replica_takes_streams(
     assert same_but_cached(got) == same_but_cached(undisturbed)
     await client.close()
     await other.close()
-
-
-async def test_poison_request_does_not_kill_all_replicas(
-    client: EngineRouter, undisturbed: dict[str, Answer]
-) -> None:
-    """Two engines die once, then it runs alone in one of them, until it is refused."""
-    await wait_ready(client)
-    before = dict(client.pids)
-    request = kind_request("poison-12-x")
-    request = replace(request, params=replace(request.params, speculation=Speculation("off")))
-    poison = asyncio.create_task(last_event(client, request))
-    got = await collect_answers(
-        client, [replace(request, id=f"beside {request.id}") for request in kind_requests("poison")]
-    )
-    assert same_but_cached(got) == same_but_cached(undisturbed)
-    failed = await poison
-    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed)
-    assert "alone" in failed.error.message
-    assert any(before[name] == pid for name, pid in client.pids.items()), "one replica never crashed"
-    await wait_ready(client)
-    assert client._quarantine is None
 
 
 @pytest.mark.full
