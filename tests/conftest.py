@@ -1,9 +1,11 @@
 """Options of the test suite and its differences between machines: docs/development.md."""
 
+import functools
 import gc
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +28,9 @@ if DEVICE == "cpu":
 
 # Workers share few cores: threads that wait for each other cost a hundred times what they gain.
 torch.set_num_threads(1)
+
+# Each HTTP client would read all authorities anew, which takes 30 ms; no test speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_report_header() -> str:
@@ -102,7 +107,6 @@ FULL_ONLY = {
     "server/test_embedding_servers.py",
     "server/test_fair_share.py",
     "server/test_features.py",
-    "server/test_fuzz.py",
     "server/test_fuzz_api.py",
     "server/test_runaway.py",
     "server/test_slow_clients.py",

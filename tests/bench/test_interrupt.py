@@ -68,22 +68,6 @@ def test_terminated_run_shows_complete_rounds(model: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_interrupted_speculate_shows_complete_cells(model: str, tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    words = ["speculate", "--model", model, "--speculate", "ngram", "--json", str(file)]
-    words += ["--rounds", "2", "--requests", "1", "--max-tokens", "8", "--kv-cache-memory", "3000tokens"]
-    words += ["--context", "160", "--concurrency", "1,2,3,4,5,6,7,8"]
-    code, out, err, _ = interrupt(words, "json x1, warm-up", signal.SIGINT)
-    result = json.loads(file.read_text())
-    assert (code, result["complete"]) == (130, False)
-    categories = [cell["category"] for cell in result["cells"]]
-    assert categories[:3] == ["chat", "code completion", "code edit"], "the cells before it"
-    assert len(categories) < 8 * 14
-    assert json.loads(out.splitlines()[-1]) == result
-    assert not [line for line in err if "Traceback" in line]
-
-
-@pytest.mark.full
 def test_interrupt_while_loading_leaves_an_earlier_result(model: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text("earlier")

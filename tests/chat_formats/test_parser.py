@@ -22,7 +22,7 @@ from foreword.chat_formats.events import (
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser, parse_message
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
-from tests.support.budget import examples
+from tests.support.budget import examples, some_of
 from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
 from tests.support.parsed_answers import collect
 
@@ -233,8 +233,10 @@ def _fragments(sample: str) -> list[str]:
     return [f"\x00{piece}" if piece.endswith("\x01") else piece for piece in pieces if piece]
 
 
-@pytest.mark.parametrize("as_tokens", [True, False], ids=["as tokens", "spelled"])
-@WITH_FAMILY
+@pytest.mark.parametrize(
+    ("family", "as_tokens"),
+    some_of([(f, (n + turn) % 2 == 0) for n, f in enumerate(FAMILIES.values()) for turn in (0, 1)], 2),
+)
 def test_truncation_never_invents_a_call_or_leaks_one(family: Family, as_tokens: bool) -> None:
     """Events of a cut answer are those of the whole one, up to the cut: no piece of a call is content."""
     calls = [("get_weather", {"city": 'a "b"\n</x>', "n": [1, {"text": None}]}), ("get", {"text": "true"})]
@@ -298,7 +300,7 @@ def test_text_held_back_is_bounded(family: Family) -> None:
     answer = write_answer(family, "Hm." if family.reasoning else "", "", calls)
     tokens, ids = tokens_of(answer, list)
     bound = bind_format(FORMATS[family.name], ids.get)
-    for piece in LONG_PIECES.values():
+    for piece in some_of(LONG_PIECES.values(), 3):
         for position in range(0, len(tokens), len(tokens) // 4):
             parser = ChatParser(bound, USE, False, "call_{}".format)
             for token_id, text in tokens[:position]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,6 @@ import httpx
 import pytest
 
 from foreword.bench.server import ServerProcess
-from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.engine_client.forkserver import ForkServer
@@ -24,7 +20,7 @@ from tests.server.conftest import run_server
 from tests.support.fakes import engine_info
 from tests.support.processes import kill_tree
 from tests.support.streams import NUM_STREAMS, ask_all
-from tests.support.waiting import WAIT_S, wait_until, wait_until_async
+from tests.support.waiting import WAIT_S, wait_until
 
 KEY = "a key of the engines"
 ENGINE_FLAGS = ("--engine-key", KEY)
@@ -71,29 +67,6 @@ async def test_streams_survive_the_death_of_a_server(first: ServerProcess, check
 
 
 @pytest.mark.full
-async def test_streams_wait_for_the_only_server(first: ServerProcess, checkpoint: Path) -> None:
-    """A stopped server is silent; once it runs again, the streams go on."""
-    expected = await ask_all(first.url)
-    with start_router(checkpoint, first.url) as router:
-        num_events = 0
-
-        async def wake_up() -> None:
-            await wait_until_async(lambda: "is silent" in "\n".join(router.read_log()))
-            os.kill(first.pid, signal.SIGCONT)
-
-        def on_event() -> None:
-            nonlocal num_events
-            num_events += 1
-            if num_events == 5 * NUM_STREAMS:
-                os.kill(first.pid, signal.SIGSTOP)
-                tasks.append(asyncio.create_task(wake_up()))
-
-        tasks: list[asyncio.Task[None]] = []
-        assert await ask_all(router.url, on_event) == expected
-        await asyncio.gather(*tasks)
-
-
-@pytest.mark.full
 def test_router_that_ends_leaves_no_requests(first: ServerProcess, checkpoint: Path) -> None:
     with start_router(checkpoint, first.url) as router:
         body = {"model": "demo", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -126,12 +99,3 @@ async def test_router_counts_drafts_of_drafters_that_the_first_server_lacks(chec
     processes.engine._replicas.info = info
     assert b"foreword_spec_no_draft_total" in processes.make_recorder("demo").render()
     await processes.close()
-
-
-@pytest.mark.full
-def test_wrong_engine_key_ends_the_router(
-    first: ServerProcess, checkpoint: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ("serve", str(checkpoint), "--port", "0", "--replicas", "0", "--replica-urls", first.url)
-    assert main([*words, "--engine-key", "another key of engines"]) == 2
-    assert f"the server {first.url} has another --engine-key" in capfd.readouterr().err

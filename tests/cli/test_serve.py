@@ -485,26 +485,6 @@ def test_banner_of_a_unix_socket_has_a_curl_line_that_works(tiny: Path, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_ctrl_c_while_loading(tiny: Path, log_format: str) -> None:
-    words = ["serve", str(tiny), "--port", "0", "--log-format", log_format]
-    command = [sys.executable, "-m", "foreword", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-    def children(pid: int | str) -> list[str]:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-    wait_until(lambda: any(map(children, children(process.pid))))  # the fork server has started an engine
-    process.send_signal(signal.SIGINT)
-    _, log_text = process.communicate(timeout=WAIT_S)
-    lines = log_text.splitlines()
-    messages = [json.loads(line)["message"] for line in lines] if log_format == "json" else lines
-    assert process.returncode == 130
-    assert "foreword serve: interrupted" in messages  # a thread may still log what it loads
-    assert "Traceback" not in log_text
-
-
-@pytest.mark.full
 def test_unsupported_model_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(ForewordError, match="the server did not start: foreword serve: "),

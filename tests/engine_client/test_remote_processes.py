@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
-from foreword.core.outputs import ErrorEvent, Event
-from foreword.engine_client.base import EngineCallbacks
 from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
-from foreword.errors import EngineDead
 from tests.support.checkpoints import write_checkpoint
-from tests.support.client_answers import collect_answers, kind_request, kind_requests, make_client
-from tests.support.processes import kill_tree
-from tests.support.waiting import WAIT_S, wait_until_async
+from tests.support.client_answers import collect_answers, kind_requests, make_client
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.full
 
@@ -50,21 +45,3 @@ async def test_answers_are_those_of_a_local_engine(checkpoint: Path, node: Serve
     assert await collect_answers(remote, kind_requests("remote")) == expected
     assert any(answer.hashes for answer in expected.values())
     await asyncio.gather(local.close(), remote.close())
-
-
-async def test_killed_server_fails_all_requests_at_once(node: ServerProcess) -> None:
-    remote = RemoteClient(node.url, KEY)
-    await remote.start(EngineCallbacks())
-    request = kind_request("0")
-    request = replace(request, params=replace(request.params, max_tokens=3000))
-    events: dict[str, list[Event]] = {str(index): [] for index in range(4)}
-    for name in events:
-        remote.listen(replace(request, id=name), events[name].append)
-    await wait_until_async(lambda: all(events.values()))
-    kill_tree(node.pid)
-    await wait_until_async(lambda: not remote.readiness.is_ready)
-    for name in events:
-        last = events[name][-1]
-        assert isinstance(last, ErrorEvent)
-        assert isinstance(last.error, EngineDead)
-    await remote.close()

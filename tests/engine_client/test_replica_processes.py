@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from foreword.core.outputs import ErrorEvent, Event, TokenEvent
-from foreword.core.params import Speculation
+from foreword.core.outputs import Event, TokenEvent
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.replica import RouterReplica
 from foreword.engine_client.router import EngineRouter
-from foreword.errors import AdapterConflict, NoReplica, RequestFailed
+from foreword.errors import AdapterConflict
 from tests.support.checkpoints import write_checkpoint
 from tests.support.client_answers import (
     Answer,
@@ -26,7 +25,6 @@ from tests.support.client_answers import (
     collect_answers,
     kind_request,
     kind_requests,
-    last_event,
     make_client,
 )
 from tests.support.heads import write_random_head
@@ -155,27 +153,6 @@ async def test_added_replica_takes_streams(
     await other.close()
 
 
-async def test_poison_request_does_not_kill_all_replicas(
-    client: EngineRouter, undisturbed: dict[str, Answer]
-) -> None:
-    """Two engines die once, then it runs alone in one of them, until it is refused."""
-    await wait_ready(client)
-    before = dict(client.pids)
-    request = kind_request("poison-12-x")
-    request = replace(request, params=replace(request.params, speculation=Speculation("off")))
-    poison = asyncio.create_task(last_event(client, request))
-    got = await collect_answers(
-        client, [replace(request, id=f"beside {request.id}") for request in kind_requests("poison")]
-    )
-    assert same_but_cached(got) == same_but_cached(undisturbed)
-    failed = await poison
-    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed)
-    assert "alone" in failed.error.message
-    assert any(before[name] == pid for name, pid in client.pids.items()), "one replica never crashed"
-    await wait_ready(client)
-    assert client._quarantine is None
-
-
 @pytest.mark.full
 async def test_stopped_replica_loses_its_streams(
     client: EngineRouter, undisturbed: dict[str, Answer]
@@ -194,40 +171,6 @@ async def test_stopped_replica_loses_its_streams(
     os.kill(stopped[0], signal.SIGCONT)
     await wait_ready(client)
     assert stopped[0] in client.pids.values(), "it was not replaced"
-
-
-@pytest.mark.full
-async def test_request_without_a_replica_ends_with_a_named_error(
-    checkpoint: Path, fork_server: ForkServer
-) -> None:
-    client = make_replicas(checkpoint, fork_server, replica_timeout=0.2)
-    await client.start()
-    for pid in client.pids.values():
-        stop_process(pid)
-    await wait_until_async(lambda: not client.readiness.is_ready)
-    event = await last_event(client, kind_request("waits"))
-    assert isinstance(event, ErrorEvent) and isinstance(event.error, NoReplica)
-    assert "replica 0" in event.error.message and "unresponsive" in event.error.message
-    client.skip_drain()
-    await client.close()
-
-
-@pytest.mark.full
-async def test_replica_of_another_model_gets_no_streams(
-    checkpoint: Path, fork_server: ForkServer, tmp_path: Path
-) -> None:
-    changed = write_checkpoint(tmp_path / "model", "llama", seed=6)
-    client, other = make_replicas(checkpoint, fork_server), make_replicas(changed, fork_server)
-    await client.start()
-    client.add(RouterReplica("other", other._replicas.members.pop("1").client))
-    await wait_until_async(lambda: client.replica_states()[-1].status == "different")
-    state = client.replica_states()[-1]
-    assert client.info is not None and state.fingerprint not in (None, client.info.fingerprint)
-    assert "tokens would differ" in state.detail and client.info.fingerprint in state.detail
-    await collect_answers(client, kind_requests("others"))
-    assert client._replicas.members["other"].chosen_at == 0
-    await client.close()
-    await other.close()
 
 
 @pytest.mark.full

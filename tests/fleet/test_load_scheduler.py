@@ -99,17 +99,6 @@ def check(case: Case) -> LoadScheduler:
 # Cases of our own rules.
 CASES = (
     Case(
-        "requests that arrive while a model loads join its load",
-        "A=4",
-        """
-        0 A1 -> load A
-        1 A2 ->
-        2 A3 ->
-        3 loaded A -> run A1 A2 A3
-        4 A4 -> run A4
-        """,
-    ),
-    Case(
         "A B A A C becomes A A A B C",
         "A=10 B=10 C=10",
         """
@@ -383,33 +372,6 @@ CASES = (
         """,
     ),
     Case(
-        "at most max_loaded models, on all devices together",
-        "A=1 B=1/gpu C=1",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        1 B1 -> load B
-        1 loaded B -> run B1
-        2 C1 ->
-        3 end B1 -> unload B
-        4 unloaded B -> load C
-        """,
-        max_loaded=2,
-    ),
-    Case(
-        "devices have memory of their own",
-        "A=10 B=10/gpu C=10/gpu",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        1 B1 -> load B
-        1 loaded B -> run B1
-        2 end A1 ->
-        3 C1 ->
-        4 end B1 -> unload B
-        """,
-    ),
-    Case(
         "a failed load ends its requests, and is tried again after a backoff that doubles",
         "A=4",
         """
@@ -491,15 +453,6 @@ CASES = (
 # beyond the cases above. "Exclude" means here: both do not fit.
 PEER_CASES = (
     Case(
-        "llama-swap: a loaded model answers at once",
-        "A=4/preload",
-        """
-        0 tick -> load A
-        0 loaded A ->
-        1 A1 -> run A1
-        """,
-    ),
-    Case(
         "llama-swap: a model that two others exclude is evicted once",
         "X=8 A=4 B=4",
         """
@@ -535,16 +488,6 @@ PEER_CASES = (
         """,
     ),
     Case(
-        "llama-swap: of the requests that joined a load, a withdrawn one is not admitted",
-        "A=4",
-        """
-        0 A1 -> load A
-        0 A2 ->
-        1 end A2 ->
-        2 loaded A -> run A1
-        """,
-    ),
-    Case(
         "llama-swap: a request that has ended may end again",
         "A=4",
         """
@@ -567,19 +510,6 @@ PEER_CASES = (
         3 A2 ->
         4 end A1 -> unload A
         5 unloaded A -> load B
-        """,
-    ),
-    Case(
-        "llama-swap: of equal choices the first defined is evicted; here the least recently used",
-        "A=5 B=5 C=5",
-        """
-        0 A1 -> load A
-        0 loaded A -> run A1
-        0 B1 -> load B
-        0 loaded B -> run B1
-        1 end B1 ->
-        2 end A1 ->
-        3 C1 -> unload B
         """,
     ),
     Case(

@@ -161,17 +161,6 @@ def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> Non
         wait_until(lambda: fleet.num_ready() == 2 and dead not in fleet.urls)
 
 
-def test_waiting_adds_a_server_that_is_drained_later(machines: Any, expected: list[str]) -> None:
-    with Fleet(machines.address, 1, 2, max_num_seqs=2) as fleet:
-        wait_until(lambda: fleet.num_ready() == 1)
-        assert asyncio.run(ask_all(fleet.router.url)) == expected
-        wait_until(lambda: fleet.num_ready() == 2)  # it was asked for while they waited
-        pids = {url: server_pid(url) for url in fleet.urls}
-        wait_until(lambda: fleet.num_ready() == len(fleet.urls) == 1)
-        (ended,) = set(pids) - set(fleet.urls)
-        wait_until(lambda: not Path(f"/proc/{pids[ended]}").exists())
-
-
 def test_fleet_up_status_and_down(machines: Any, expected: list[str], tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps({"models": {"demo": {**OPTIONS, "replicas": 2}}}))

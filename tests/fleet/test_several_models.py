@@ -124,28 +124,6 @@ def test_models_are_swapped_under_load(server: ServerProcess, client: openai.Ope
     assert sum(loads(server, name) for name in NAMES) > before
 
 
-@pytest.mark.full
-def test_engine_that_cannot_be_restarted_ends_its_model_only(
-    server: ServerProcess, client: openai.OpenAI, folder: Path
-) -> None:
-    whole = {name: client.completions.create(model=name, **LONG).choices[0].text for name in ("one", "two")}
-    httpx.post(f"{server.url}/models/unload", json={"model": "two"})
-    wait_until(lambda: cards(server)["two"]["status"] == "unloaded")
-    client.completions.create(model="two", prompt="x", max_tokens=1)
-    moved = (folder / "two").rename(folder / "away")
-    try:
-        os.kill(engine_pid(server), signal.SIGKILL)
-        with pytest.raises(openai.InternalServerError):
-            client.completions.create(model="two", **LONG)
-        wait_until(lambda: cards(server)["two"]["status"] == "failed")
-        assert client.completions.create(model="one", **LONG).choices[0].text == whole["one"]
-        assert httpx.get(f"{server.url}/health").status_code == 200
-    finally:
-        moved.rename(folder / "two")
-    httpx.post(f"{server.url}/models/load", json={"model": "two"})  # before the backoff has passed
-    assert client.completions.create(model="two", **LONG).choices[0].text == whole["two"]
-
-
 def test_sigterm_ends_all_engines(server: ServerProcess, client: openai.OpenAI) -> None:
     """The last test of this server."""
     for name in ("one", "two"):

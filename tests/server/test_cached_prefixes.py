@@ -1,6 +1,5 @@
 """Tool loops keep their prefix in the cache: `cached_tokens` of each turn, with a real engine."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_engine
 from tests.support.tool_checkpoint import WEATHER, reasoning_bias, write_tool_checkpoint
+from tests.tokenizer.test_answer_token_cache import reserialized
 
 BLOCK_SIZE = 16
 TIME = {"type": "function", "function": {"name": "get_time"}}
@@ -70,15 +70,6 @@ class Loop:
         return {"role": "assistant", "content": message.content, "tool_calls": calls}
 
 
-def reserialized(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments in another spacing and key order, as clients that keep them parsed send them."""
-    calls = json.loads(json.dumps(message["tool_calls"]))
-    for call in calls:
-        arguments = json.loads(call["function"]["arguments"])
-        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
-    return {**message, "tool_calls": calls}
-
-
 def test_reserialized_arguments_stay_cached(served: RunningServer) -> None:
     loop = Loop(served)
     loop.step()
@@ -100,18 +91,6 @@ def test_reasoning_that_the_client_drops_stays_cached(served: RunningServer) -> 
         assert cached >= expected > 0
 
 
-def test_changed_call_is_rendered_as_the_client_sends_it(served: RunningServer) -> None:
-    """The cache then ends at the call."""
-    loop = Loop(served, tools=[WEATHER])
-    loop.step()
-    num_prompt_tokens = loop.computed + 1 - len(loop.answers)  # at least
-    message = loop.last_message()
-    message["tool_calls"][0]["function"]["arguments"] = '{"city": "nowhere"}'
-    loop.reply(message)
-    cached, expected = loop.step()
-    assert 0 < cached < expected <= num_prompt_tokens
-
-
 def test_late_system_message_does_not_move_to_the_front(served: RunningServer) -> None:
     """A reminder behind a result is rendered in its place, so all before it stays cached."""
     loop = Loop(served)
@@ -121,21 +100,3 @@ def test_late_system_message_does_not_move_to_the_front(served: RunningServer) -
         loop.messages.append({"role": "system", "content": f"{9000 - seed} tokens left"})
         cached, expected = loop.step()
         assert cached >= expected > 0
-
-
-def test_tools_in_another_order_are_another_prompt(served: RunningServer) -> None:
-    """Templates write tools first, in the request's order: nothing after the first difference is cached."""
-    loop = Loop(served)
-    loop.step()
-    loop.reply(loop.last_message())
-    loop.fields["tools"] = TOOLS[::-1]
-    cached, expected = loop.step()
-    assert cached < expected / 2
-
-
-def test_prompt_of_a_seeded_request_does_not_depend_on_earlier_answers(served: RunningServer) -> None:
-    loop = Loop(served)
-    loop.step()
-    loop.reply(reserialized(loop.last_message()))
-    cached, expected = loop.step(seed=1)
-    assert 0 < cached < expected

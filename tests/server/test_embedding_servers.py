@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -97,11 +94,6 @@ def test_models_serve_concurrently(server: ServerProcess) -> None:
     assert float(drafted.split()[-1]) > 100
 
 
-def test_encoder_in_models_health_and_metrics(server: ServerProcess) -> None:
-    (line,) = [line for line in server.banner_lines if line.startswith("encoder: ")]
-    assert line.startswith("encoder: bert (bert, ") and "48 values" in line
-
-
 def test_disconnected_clients_free_everything(server: ServerProcess) -> None:
     """Disconnects amid long lists; afterwards all blocks are free and the engine's idle check has passed."""
 
@@ -122,21 +114,3 @@ def test_disconnected_clients_free_everything(server: ServerProcess) -> None:
     ]
     wait_until(lambda: all(line in httpx.get(f"{server.url}/metrics").text for line in idle))
     assert vectors(server, "bert", TEXTS[:2]) and vectors(server, "tiny", TEXTS[:2])
-
-
-def test_dead_encoder_fails_only_its_requests(server: ServerProcess) -> None:
-    """The encoder restarts, requests wait for it, and streams continue."""
-    expected, before = tokens(server, 9), vectors(server, "bert", TEXTS[:2])
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(tokens, server, 9)
-        os.kill(_pid_of(server, "foreword.embedding.worker"), signal.SIGKILL)
-        assert stream.result() == expected
-    assert vectors(server, "bert", TEXTS[:2]) == before
-
-
-def _pid_of(server: ServerProcess, module: str) -> int:
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    (pid,) = [
-        int(child) for child in children if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    return pid

@@ -23,7 +23,6 @@ from starlette.requests import Request
 from foreword.config.options import Config
 from foreword.errors import RequestFailed
 from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
-from foreword.server.answering.image_intake import MAX_CONCURRENT_IMAGES
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.http.middleware import BodyLimitMiddleware
 from tests.server.conftest import RunningServer, json_post, run_server
@@ -319,27 +318,6 @@ def start_request(server: RunningServer, count: int) -> socket.socket:
     connection = server.connect()
     connection.sendall(json_post(CHAT, {"messages": user(*[image_part()] * count)}))
     return connection
-
-
-def test_disconnect_stops_reading_images(
-    small_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admission, intake = (
-        small_server.app.state.models.admission,
-        small_server.app.state.models.loaded[0].image_intake,
-    )
-    stuck = StuckWorkers(small_server, monkeypatch)
-    connections = [start_request(small_server, 3) for _ in range(6)]
-    wait_until(lambda: stuck.num_calls == 2 and admission.num_open == 6)
-    for connection in connections:
-        connection.close()
-    wait_until(lambda: intake._num_open == 0 and admission.num_open == 0)
-    assert intake._permits.num_waiting == 0 and held(small_server) == 0
-    begun = stuck.num_calls  # the first disconnect makes room for the others
-    assert begun <= MAX_CONCURRENT_IMAGES
-    stuck.go.set()
-    assert post(small_server, messages=user(image_part())).status_code == 200
-    assert stuck.num_calls == begun + 1, "only the started images and the last one are read"
 
 
 def test_reading_images_counts_as_open(small_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

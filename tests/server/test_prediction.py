@@ -125,13 +125,9 @@ def test_prediction_with_other_features(served: RunningServer) -> None:
         ({"type": "content", "content": "x" * 2049}, "prediction", "2049 tokens; an answer has at most 2048"),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_invalid_prediction_is_named(
-    served: RunningServer, path: str, prediction: Any, param: str, words: str
-) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    body = json.dumps({**asked, "prediction": prediction})
-    reply = served.http.post(path, content=body, headers={"Content-Type": "application/json"})
+def test_invalid_prediction_is_named(served: RunningServer, prediction: Any, param: str, words: str) -> None:
+    body = json.dumps({"prompt": "Hi", "prediction": prediction})
+    reply = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
     assert words in error["message"] and "prediction" in error["message"]

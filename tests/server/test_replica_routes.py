@@ -121,12 +121,9 @@ def test_reload_names_the_servers_that_it_cannot_reach(
     assert "replica 127.0.0.1:9 is not reloaded: no connection" in lines[-1] and '"error"' in lines[-1]
 
 
-@pytest.mark.parametrize("url", ["", "10.0.0.1:80", "ftp://a", "http://a,http://b"])
-def test_invalid_url_is_refused(router: RunningServer, url: str) -> None:
-    assert add(router, url) == 400
-
-
 def test_routes_are_those_of_a_router(router: RunningServer, nodes: list[RunningServer]) -> None:
+    for url in ("", "10.0.0.1:80", "ftp://a", "http://a,http://b"):
+        assert add(router, url) == 400
     assert add(router, "http://a", model="other") == 404
     assert router.http.get(ROUTE).status_code == 401
     assert router.http.post("/engine/sessions", headers=BEARER).status_code == 404

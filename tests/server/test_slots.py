@@ -174,10 +174,9 @@ def test_slots_are_listed(served: RunningServer) -> None:
         ("/slots/4?action=save", {"filename": "x"}, "id_slot"),
         ("/slots/-1?action=save", {"filename": "x"}, "id_slot"),
         ("/slots/x?action=save", {"filename": "x"}, "id_slot"),
-        (f"/slots/{'1' * 400}?action=erase", {}, "id_slot"),
         (f"/slots/{'1' * 5000}?action=erase", {}, "id_slot"),
         ("/v1/completions", {"prompt": [7], "id_slot": 10**400}, "id_slot"),
-        ("/v1/completions", {"prompt": [7], "id_slot": 2**31 - 1}, "id_slot"),
+        ("/v1/completions", {"prompt": [7] * 20, "id_slot": 4}, "id_slot"),
         ("/v1/completions", {"prompt": [7], "seed": 10**400}, "seed"),
         ("/slots/0?action=keep", {"filename": "x"}, "action"),
         ("/slots/0", {"filename": "x"}, "action"),
@@ -196,12 +195,6 @@ def test_wrong_requests_are_refused_by_name(
     answer = call(served, "POST", path, **fields)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param, answer.text
-
-
-def test_id_of_a_request_is_checked(served: RunningServer) -> None:
-    body = {"prompt": [7] * 20, "max_tokens": 1, "id_slot": 4}
-    answer = call(served, "POST", "/v1/completions", **body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "id_slot"
 
 
 def test_without_a_directory_there_are_no_slots() -> None:

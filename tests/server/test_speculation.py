@@ -65,15 +65,6 @@ def test_correct_prediction_is_accepted_completely(server: RunningServer) -> Non
     assert guessed.usage.completion_tokens == plain.usage.completion_tokens == 60
 
 
-def test_edited_prediction_is_resumed(server: RunningServer) -> None:
-    text = ask(server).choices[0].text
-    wrong = text[:20] + "mmmm" + text[23:40] + text[45:]
-    guessed = ask(server, prediction=prediction_of(wrong), **PREDICTION_ONLY)
-    assert guessed.choices[0].text == text
-    details = guessed.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens >= 35 and details.rejected_prediction_tokens > 0
-
-
 def test_stream_matches_the_whole_answer(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     fields = {"prediction": prediction_of(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
@@ -97,19 +88,6 @@ def test_stream_marks_the_tokens_that_the_engine_accepted(server: RunningServer)
     assert {drafter for _, _, drafter, _ in marked} == {"prediction"}
     assert all(0 < confidence <= 1 for _, _, _, confidence in marked)
     assert all(token[1:] == [False] for token in tokens if not token[1])
-
-
-def test_choices_predict_independently(server: RunningServer) -> None:
-    plain = ask(server, n=3, temperature=1, seed=3, **PREDICTION_ONLY)
-    guessed = ask(
-        server, n=3, temperature=1, seed=3, prediction=prediction_of(plain.choices[1].text), **PREDICTION_ONLY
-    )
-    assert [choice.text for choice in guessed.choices] == [choice.text for choice in plain.choices]
-    accepted = guessed.usage.completion_tokens_details.accepted_prediction_tokens
-    assert accepted >= 52
-    drafted = [choice.metrics.get("draft_tokens", 0) for choice in guessed.choices]
-    assert accepted + guessed.usage.completion_tokens_details.rejected_prediction_tokens == sum(drafted)
-    assert drafted[1] == 52
 
 
 @pytest.mark.parametrize("off", ["off", {"method": "off"}])

@@ -17,6 +17,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError
+from foreword.server import app
 from foreword.server.auth.key_file import dump_keys
 from foreword.server.auth.keys import Keyring
 from foreword.server.auth.usage_db import Usage, UsageDatabase, UsageId, read_usage, utc_day
@@ -84,7 +85,8 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def server(config: Config) -> Iterator[RunningServer]:
+def server(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    monkeypatch.setattr(app, "TICK_S", 0.05)
     with run_server(config, FakeEngineClient(DRAFTED), key="alice") as server:
         yield server
 

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
-from tests.support.images import data_url, image_part, png
+from tests.support.images import image_part, png
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -91,31 +90,3 @@ def test_eight_choices_are_returned(server: tuple[ServerProcess, str]) -> None:
         if re.search("spec|draft", line, re.IGNORECASE) and not line.startswith("foreword_info{")
     ]
     assert bool(speculation_lines) == (speculate != "off"), speculation_lines[:5]
-
-
-def test_messages_api_sees_the_same_images(server: tuple[ServerProcess, str]) -> None:
-    """Anthropic's blocks give the prompt, and the answer, of chat's parts."""
-    running, _ = server
-
-    def block(data: bytes) -> dict[str, Any]:
-        encoded = data_url(data).removeprefix("data:image/png;base64,")
-        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded}}
-
-    content = [block(png("red")), {"type": "text", "text": "What is it?"}, block(png("navy", (9, 50)))]
-    fields = {name: value for name, value in PARAMS.items() if name != "max_tokens"}
-    body = {"model": "llava-tiny", "messages": MESSAGES, **PARAMS}
-    chat = httpx.post(running.url + "/v1/chat/completions", json=body, timeout=WAIT_S).json()
-    with anthropic.Anthropic(
-        base_url=running.url, api_key="none", max_retries=0, timeout=WAIT_S, _strict_response_validation=True
-    ) as client:
-        asked: Any = {"model": "llava-tiny", "messages": [{"role": "user", "content": content}]}
-        message = client.messages.create(**asked, max_tokens=9, extra_body=fields)
-        count = client.messages.count_tokens(**asked).input_tokens
-    text = "".join(block.text for block in message.content if block.type == "text")
-    assert text == chat["choices"][0]["message"]["content"] and text
-    usage = message.usage
-    assert (
-        sum((usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens))
-        == count
-        == chat["usage"]["prompt_tokens"]
-    )

@@ -16,6 +16,7 @@ from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.grammar.tool_calls import ConstraintTask
 from foreword.tokenizer.input_processor import make_requests
+from tests.support.budget import some_of
 
 TEXTS = [
     "I read the file and then I read the tests of the file.\n",
@@ -54,7 +55,7 @@ def answer(engine: AgentEngine, session: AgentSession, mode: Mode) -> BenchRepet
     return engine.run([session], mode, 1, mode.name)
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "text"])
+@pytest.mark.parametrize("drafter", some_of(("suffix", "text"), 2))
 def test_answers_are_the_recorded_ones_and_logits_are_exact(engine: AgentEngine, drafter: str) -> None:
     session = engine.make_session(SCRIPT, 1)
     off = answer(engine, session, OFF)

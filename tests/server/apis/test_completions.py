@@ -1,7 +1,6 @@
 """/v1/completions with a fake engine."""
 
 import json
-import threading
 from typing import Any
 
 import openai
@@ -252,20 +251,11 @@ def test_too_many_choices_are_refused(served: RunningServer) -> None:
 
 def test_many_choices_are_made_in_a_thread(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of 163 bytes that asks for 4096 held the event loop for a third of a second."""
-    threads: list[set[str]] = []
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        threads[-1].add(threading.current_thread().name)
-        return build_requests(*args, **kwargs)
-
-    build_requests = completions.build_requests
-    monkeypatch.setattr(completions, "build_requests", record)
+    on_loop = record_threads(monkeypatch, completions, "build_requests")
     for count in (1, 3):
-        threads.append(set())
         body = {"prompt": ["Hi"] * count, "n": 128, "max_tokens": 1}
         assert served.http.post("/v1/completions", json=body).status_code == 200
-    few, many = threads
-    assert len(few) == len(many) == 1 and few != many
+    assert on_loop == [True] + [False] * 3
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -304,44 +294,28 @@ def test_first_event_of_a_long_prompt_is_written_in_a_thread(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], limit: dict[str, int]
 ) -> None:
     """160 KB that asked for an echo with log-probabilities held the event loop for 2 s."""
-    threads: list[str] = []
-
-    def record(writer: completions.CompletionWriter, *arguments: Any) -> dict[str, Any] | None:
-        threads.append(threading.current_thread().name)
-        return chunk(writer, *arguments)
-
-    chunk = completions.CompletionWriter.chunk
-    monkeypatch.setattr(completions.CompletionWriter, "chunk", record)
+    on_loop = record_threads(monkeypatch, completions.CompletionWriter, "chunk")
     body = {"prompt": "Hello", "stream": True, "n": 2, "seed": 1, "max_tokens": 8, **fields}
     texts = []
     for limits in ({}, limit):
         for name, value in limits.items():
             monkeypatch.setattr(streaming, name, value)
-        threads.append("next")
+        on_loop.clear()
         lines = served.http.post("/v1/completions", json=body).text.split("\n\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         texts.append(sorted(json.dumps(event["choices"]) for event in events))
-    first = threads[1]
-    inline, written = threads[1 : threads.index("next", 1)], threads[threads.index("next", 1) + 1 :]
+        assert on_loop.count(False) == (2 if limits else 0), "once for each choice"
     assert texts[0] == texts[1]
-    assert set(inline) == {first} and sum(name != first for name in written) == 2, "once for each choice"
 
 
 def test_many_logprobs_are_written_in_a_thread(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 KB that asked for 2.7 million of them held the event loop for 13 s."""
-    threads: list[str] = []
-
-    def record(writer: completions.CompletionWriter) -> dict[str, Any]:
-        threads.append(threading.current_thread().name)
-        return full(writer)
-
-    full = completions.CompletionWriter.full
-    monkeypatch.setattr(completions.CompletionWriter, "full", record)
+    on_loop = record_threads(monkeypatch, completions.CompletionWriter, "full")
     answers = []
     for limit in (512, 1):
         monkeypatch.setattr(streaming, "INLINE_LOGPROBS", limit)
         body = {"prompt": "Hello", "echo": True, "logprobs": 2, "prompt_logprobs": 2, "n": 2, "seed": 1}
         answers.append(served.http.post("/v1/completions", json=body).json()["choices"])
-    assert answers[0] == answers[1] and threads[0] != threads[1]
+    assert answers[0] == answers[1] and on_loop == [True, False]

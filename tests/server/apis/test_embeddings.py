@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import threading
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -397,21 +396,14 @@ def test_work_on_a_repeated_query_is_bounded(
     server, encoder = encoder_server
     if encoder.info.task == "embed":
         return  # each text is embedded once
-    threads: list[str] = []
-
-    def record(texts: FakeTexts, first: str, second: str, **options: Any) -> tuple[list[int], list[int]]:
-        threads.append(threading.current_thread().name)
-        return encode_pair(texts, first, second, **options)
-
-    encode_pair = FakeTexts.encode_pair
-    monkeypatch.setattr(FakeTexts, "encode_pair", record)
+    on_loop = record_threads(monkeypatch, FakeTexts, "encode_pair")
     monkeypatch.setattr(embeddings, "MAX_REPEATED_CHARS", 300_000)
     body = {"query": "a" * 2000, "truncate_prompt_tokens": 32}
     for count, status in ((2, 200), (100, 200), (200, 400)):
         reply = server.http.post("/v1/rerank", json={**body, "documents": ["b"] * count})
         assert reply.status_code == status
     assert "query has 2000 characters, read with each of 200 texts" in reply.json()["error"]["message"]
-    assert len(threads) == 102 and len({*threads[:2]}) == 1 and threads[0] not in threads[2:]
+    assert on_loop == [True] * 2 + [False] * 100
     equal = {"query": "q", "documents": ["b" * 3000] * 200, "truncate_prompt_tokens": 32}
     assert server.http.post("/v1/rerank", json=equal).status_code == 200, "a client has sent each of them"
 

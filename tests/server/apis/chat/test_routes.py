@@ -9,7 +9,7 @@ from foreword.core.request import Request
 from tests.server.conftest import RunningServer
 from tests.support.fakes import END, EOS, START, FakeOutput
 
-BURSTS = [(1,), (3,), (2, 5, 1), (64,)]
+BURSTS = [(1,), (2, 5, 1)]
 
 
 def pieces(stream: Any) -> list[Any]:
@@ -30,9 +30,8 @@ def reasons_of(chunks: list[Any]) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("bursts", BURSTS)
-def test_answer(served: RunningServer, bursts: tuple[int, ...]) -> None:
-    served.set_output(FakeOutput("Héllo wörld 😀", bursts, num_cached=3))
+def test_answer(served: RunningServer) -> None:
+    served.set_output(FakeOutput("Héllo wörld 😀", (2, 5, 1), num_cached=3))
     answer = served.chat()
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     assert answer.model == "fake-model" and answer.system_fingerprint == "fp_fake"

@@ -218,7 +218,6 @@ def test_keywords_that_are_not_enforced(fake: RunningServer, caplog: pytest.LogC
     ("fields", "param", "part"),
     [
         ({"tools": [function(), function()]}, "tools[1].function.name", "'f'"),
-        ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters", "array"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0]", "form of Messages; this API takes"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools[0]", "form of Responses; this API takes"),
@@ -228,7 +227,6 @@ def test_keywords_that_are_not_enforced(fake: RunningServer, caplog: pytest.LogC
             "tools[0].custom.format",
             "lark",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"functions": [{"name": "f"}], "tools": [function()]}, "tools", "functions"),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "'g'"),
         ({"tools": [function()], "separate_reasoning": False}, "tools", "separate_reasoning"),

@@ -41,7 +41,6 @@ PATCH: dict[str, Any] = {
 }
 CALL_TEXT = '<tool_call>\n{"name": "price", "arguments": {"item": "lamp"}}\n</tool_call>'
 PATCH_TEXT = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** add \\"x\\""}}\n</tool_call>'
-BURSTS = [(1,), (2, 5, 1), (1000,)]
 
 
 def post(server: RunningServer, **body: Any) -> httpx.Response:
@@ -83,9 +82,8 @@ def outline(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 # Whole and streamed
 
 
-@pytest.mark.parametrize("bursts", BURSTS)
-def test_answer_through_the_client(served: RunningServer, bursts: tuple[int, ...]) -> None:
-    served.set_output(FakeOutput("Héllo wörld 😀", bursts, num_cached=3))
+def test_answer_through_the_client(served: RunningServer) -> None:
+    served.set_output(FakeOutput("Héllo wörld 😀", (2, 5, 1), num_cached=3))
     response = served.openai.responses.create(model=MODEL, input="Hi")
     assert response.id.startswith("resp_") and response.status == "completed" and response.model == MODEL
     assert response.output_text == "Héllo wörld 😀"
@@ -98,10 +96,10 @@ def test_answer_through_the_client(served: RunningServer, bursts: tuple[int, ...
     check_response(create(served, input="Hi"))
 
 
-@pytest.mark.parametrize("bursts", BURSTS)
-def test_stream_equals_the_whole_answer(fake: RunningServer, bursts: tuple[int, ...]) -> None:
+def test_stream_equals_the_whole_answer(fake: RunningServer) -> None:
+    """tests/server/apis/responses/test_writer.py has all cuts."""
     text = f"<think>\nhm\n</think>\n\nI ask.\n{CALL_TEXT}\n{PATCH_TEXT} Done 😀"
-    fake.set_output(FakeOutput(text, bursts))
+    fake.set_output(FakeOutput(text, (2, 5, 1)))
     body: dict[str, Any] = {
         "input": "Hi",
         "tools": [FUNCTION, PATCH],
@@ -125,10 +123,9 @@ def test_stream_equals_the_whole_answer(fake: RunningServer, bursts: tuple[int, 
     assert {len(entry["top_logprobs"]) for entry in message["content"][0]["logprobs"]} == {2}
 
 
-@pytest.mark.parametrize("bursts", BURSTS)
-def test_logprobs_of_a_text_that_begins_like_a_call(fake: RunningServer, bursts: tuple[int, ...]) -> None:
+def test_logprobs_of_a_text_that_begins_like_a_call(fake: RunningServer) -> None:
     text = "Write <tool_call> as usual."
-    fake.set_output(FakeOutput(text, bursts))
+    fake.set_output(FakeOutput(text, (2, 5, 1)))
     body: dict[str, Any] = {"input": "Hi", "tools": [FUNCTION], "include": ["message.output_text.logprobs"]}
     whole = create(fake, **body)
     _, streamed = read_stream(fake.http, **body)
@@ -340,7 +337,6 @@ def test_empty_input_is_a_probe(served: RunningServer) -> None:
     [
         ({"type": "nonsense"}, "input[0].type", "must be one of message, reasoning"),
         ({"role": "tool", "content": "x"}, "input[0].role", "must be one of user, assistant"),
-        ({"content": "x"}, "input[0].role", "must be one of user"),
         ({"role": "user", "content": 1}, "input[0].content", "a text or a list of parts"),
         ({"role": "user", "content": [{"type": "input_file"}]}, "input[0].content[0]", "'input_file'"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text", "a text"),
@@ -351,7 +347,6 @@ def test_empty_input_is_a_probe(served: RunningServer) -> None:
             "without images",
         ),
         ({"type": "function_call", "name": "f"}, "input[0].call_id", "is required"),
-        ({"type": "function_call", "call_id": "c"}, "input[0].name", "is required"),
         (
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}},
             "input[0].arguments",
@@ -423,7 +418,6 @@ def test_tools_of_other_servers_are_skipped_and_named(fake: RunningServer) -> No
     assert structured is not None and "price" in structured.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -434,9 +428,9 @@ def test_tools_of_other_servers_are_skipped_and_named(fake: RunningServer) -> No
         ),
     ],
 )
-def test_numbers_without_json_are_refused(fake: RunningServer, fields: str, field: str, stream: bool) -> None:
+def test_numbers_without_json_are_refused(fake: RunningServer, fields: str, field: str) -> None:
     """The response repeats these fields."""
-    body = f'{{"input": "Hi", "stream": {str(stream).lower()}, {fields}}}'
+    body = f'{{"input": "Hi", {fields}}}'
     reply = fake.http.post(PATH, content=body, headers={"content-type": "application/json"})
     assert error_of(reply)["param"].startswith(field)
 
@@ -465,7 +459,6 @@ def test_tools_of_a_namespace(fake: RunningServer) -> None:
     ("fields", "param", "text"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
-        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", "the name of tools[0] too"),
         (
             {"tools": [{**FUNCTION, "parameters": {"type": "string"}}]},
             "tools[0].parameters",
@@ -477,7 +470,6 @@ def test_tools_of_a_namespace(fake: RunningServer) -> None:
             "must be function or custom",
         ),
         ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format", '"lark" or "regex"'),
-        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "file_search"}, "tools": [FUNCTION]}, "tool_choice", "must be"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be one of none"),
         ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "at least 0"),
@@ -487,7 +479,6 @@ def test_tools_of_a_namespace(fake: RunningServer) -> None:
         ({"background": True}, "background", "it may only be false"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"n": 2}, "n", "one answer"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
         (
             {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
@@ -588,24 +579,6 @@ def test_stored_items_are_bounded_by_their_sum() -> None:
             response = post(server, input="a" * 600_000, truncation="auto", previous_response_id=previous)
             previous = response.json().get("id")
         assert previous is None and error_of(response)["code"] == "context_length_exceeded"
-        server.wait_until_idle()
-
-
-def test_keys_see_only_their_own_responses() -> None:
-    with run_server(Config(api_key="alpha,beta"), key="alpha") as server:
-        alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
-        response = server.http.post(PATH, json={"input": "Hi"}, headers=alpha).json()
-        url = f"{PATH}/{response['id']}"
-        assert server.http.get(url, headers=alpha).status_code == 200
-        for reply in (
-            server.http.get(url, headers=beta),
-            server.http.delete(url, headers=beta),
-            server.http.get(f"{url}/input_items", headers=beta),
-            server.http.post(PATH, json={"previous_response_id": response["id"]}, headers=beta),
-            server.http.post(PATH, json={"input": [{"id": response["output"][0]["id"]}]}, headers=beta),
-        ):
-            assert error_of(reply, 404)["code"] == "response_not_found"
-        assert server.http.get(url, headers=alpha).status_code == 200
         server.wait_until_idle()
 
 
