@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
-from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
+from foreword.chat_formats.parts.keywords import BareArguments, PythonArguments
 from foreword.chat_formats.parts.part import SPACE, CallId, Header, Name, NameInId, Part, Space
-from foreword.chat_formats.parts.python import PythonArguments
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
 THINK: Final = ReasoningFormat("<think>", "</think>")
