@@ -289,7 +289,7 @@ def _read_elements(reader: CallReader, part: TaggedArguments, closer: str) -> Wa
             return True
         else:  # no argument: skip it
             reader.num_parse_errors += 1
-            yield from reader.pass_until(stops_of(part.key_begin, closer), _ignore)
+            yield from reader.pass_until(stops_of(part.key_begin, closer), lambda _: None)
 
 
 def _read_value(reader: CallReader, part: TaggedArguments, closer: str, types: frozenset[str]) -> Wait:
@@ -408,7 +408,3 @@ class RawValue:
             self._emit("null")
         else:
             self._emit(json.dumps(text, ensure_ascii=False))
-
-
-def _ignore(_: str) -> None:
-    pass
