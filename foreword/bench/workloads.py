@@ -227,20 +227,21 @@ def _json(rng: Random, budget: PromptBudget) -> Conversation:
     return Conversation((f"Turn this into JSON: {'; '.join(records)}",), max_tokens=budget.answer_tokens)
 
 
-def _repeat(rng: Random, budget: PromptBudget) -> Conversation:
-    old, new = rng.sample(THINGS, 2)
-    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.4, budget.prose), " ")
+def _repeat(
+    rng: Random, budget: PromptBudget, words: Sequence[str] = THINGS, share: float = 0.4, most: float = 0.5
+) -> Conversation:
+    """Sentences with one of the words replaced. share: of the prompt; most: as of _tokens_for()"""
+    old, new = rng.sample(words, 2)
+    text = fill(_repeatedly(sentence, rng), budget.num_chars(share, budget.prose), " ")
     return Conversation(
-        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget)
+        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most)
     )
 
 
 def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
     """_repeat with the unchanged text as `prediction`."""
     script = _repeat(rng, budget)
-    return Conversation(
-        script.turns, prediction=script.turns[0].partition("\n")[2], max_tokens=script.max_tokens
-    )
+    return replace(script, prediction=script.turns[0].partition("\n")[2])
 
 
 def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
@@ -250,11 +251,7 @@ def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
 
 
 def _long_rewrite(rng: Random, budget: PromptBudget) -> Conversation:
-    old, new = rng.sample(COLORS, 2)
-    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.8, budget.prose), " ")
-    return Conversation(
-        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most=1.0)
-    )
+    return _repeat(rng, budget, COLORS, share=0.8, most=1.0)
 
 
 def _long_answer(rng: Random, budget: PromptBudget) -> Conversation:

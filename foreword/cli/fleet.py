@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.cli.banner import local_url
-from foreword.cli.configuration import check_foreign_keys, environment_name, read_config
+from foreword.cli.configuration import check_foreign_keys, engine_fields, environment_name, read_config
 from foreword.cli.flags import add_config_options
 from foreword.cli.terminal import set_up_logging
 from foreword.cli.uvicorn_server import ShutdownSignals, wait_first
@@ -124,11 +124,9 @@ def _server_options() -> list[Any]:
 
 def _to_environment(config: Config) -> dict[str, str]:
     """The options as variables: keys are not for a command line, which every user of a machine can read."""
-    values = {item.name: (getattr(config, item.name), item.default) for item in option_fields()}
     return {
         environment_name(name): json.dumps(value) if isinstance(value, bool) else str(value)
-        for name, (value, default) in values.items()
-        if value != default
+        for name, value in engine_fields(config).items()
     }
 
 
