@@ -14,13 +14,11 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
-
-from foreword.bench.prompts import PromptExample
 
 # fmt: off
 NAMES = (
@@ -183,6 +181,7 @@ class Conversation:
     ignore_eos: bool = False
     category: str = ""  # requested, which may be a mixture
     seed: int = 0  # first turn's seed; turn t has seed + t
+    line: int = field(default=0, compare=False)  # number in a file of prompts, 1-based; 0: none
 
     @property
     def num_turns(self) -> int:
@@ -345,21 +344,14 @@ def make_conversation(category: str, number: int, budget: PromptBudget) -> Conve
 
 
 def prompt_conversations(
-    category: str, count: int, variant: int, examples: Sequence[PromptExample], max_tokens: int
+    category: str, count: int, variant: int, examples: Sequence[Conversation], max_tokens: int
 ) -> tuple[Conversation, ...]:
     """Greedy conversations with prompts of a file; each variant takes the next `count` of the category."""
     own = [example for example in examples if example.category == category]
     numbers = range(variant * count, variant * count + count)
     return tuple(
-        Conversation(
-            example.turns,
-            example.history,
-            max_tokens=max_tokens,
-            category=category,
-            seed=stable_seed(category, number),
-        )
+        replace(own[number % len(own)], max_tokens=max_tokens, seed=stable_seed(category, number))
         for number in numbers
-        for example in (own[number % len(own)],)
     )
 
 
