@@ -47,9 +47,7 @@ def derive_tools(one: str, two: str, calls: Sequence[tuple[str, Mapping[str, Any
     if first is None or second is None:
         return _tool_format("", before, core, after, "", None)
     between = two[first.end : second.start]
-    if between.split() == (after + before).split() or "".join(between.split()) == "".join(
-        (after + before).split()
-    ):
+    if "".join(between.split()) == "".join((after + before).split()):
         return _tool_format("", before, core, after, "", None)
     call_end = _common_start(between, after)
     call_begin = _common_end(between[len(call_end) :], before)

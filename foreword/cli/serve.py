@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
+from foreword.cli.banner import UNIX, banner_lines, local_url, models_lines
 from foreword.cli.configuration import read_config
 from foreword.cli.fleet import run_up
 from foreword.cli.listener import bind, bind_error, bind_unix
@@ -167,7 +167,7 @@ def _ready_lines(
 
 def _url(config: Config, listener: socket.socket) -> str:
     if config.uds is not None:
-        return unix_address(config.uds)
+        return UNIX + config.uds
     return local_url(config.host, listener.getsockname()[1])
 
 

@@ -36,7 +36,6 @@ from foreword.chat_formats.parts.json import (
     Unescape,
     escape,
     pass_string,
-    quoted,
     to_char,
     to_json,
 )
@@ -120,7 +119,7 @@ class PythonArguments(KeywordArguments):
         return f"/{PYTHON_STRING}|{JSON_STRING}/"
 
     def constant_rule(self, writer: GrammarWriter, value: str) -> str:
-        return f"/{literal(repr(value))}|{literal(json.dumps(value, ensure_ascii=False))}/"
+        return f"/{literal(repr(value))}|{literal(to_json(value))}/"
 
     def pass_string(self, reader: CallReader, char: str, emit: Callable[[str], None]) -> Wait:
         """A quote inside a string counts as its end only where a value may end."""
@@ -390,7 +389,7 @@ def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> W
         if not is_started:
             reader.start_call()
             is_started = True
-        reader.emit((", " if num_arguments else "{") + quoted(key) + ": ")
+        reader.emit((", " if num_arguments else "{") + to_json(key) + ": ")
         num_arguments += 1
         types = tool.argument_types(key)
         if word:
@@ -434,7 +433,7 @@ def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str
                     return False
             else:
                 word = (yield from reader.read_run(SCALAR if is_key else part.scalar)).rstrip()
-                reader.emit(quoted(word) if is_key else _scalar_to_json(word, types))
+                reader.emit(to_json(word) if is_key else _scalar_to_json(word, types))
             if is_key:
                 reader.emit(": ")
                 is_value = True
@@ -449,7 +448,7 @@ def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str
 def _scalar_to_json(text: str, types: frozenset[str] = ANY_TYPES) -> str:
     """An unquoted value of Python's or a bare syntax. What is no number or literal is a string."""
     if types == {"string"}:
-        return quoted(text)
+        return to_json(text)
     if text in LITERALS:
         return LITERALS[text]
     if JSON_NUMBER.fullmatch(text):
@@ -462,7 +461,7 @@ def _scalar_to_json(text: str, types: frozenset[str] = ANY_TYPES) -> str:
                 continue
             if math.isfinite(number):
                 return json.dumps(number)
-    return quoted(text)
+    return to_json(text)
 
 
 def _decode_escape(text: str) -> str:
