@@ -15,6 +15,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -231,7 +232,7 @@ def _repeat(
 ) -> Conversation:
     """Sentences with one of the words replaced. share: of the prompt; most: as of _tokens_for()"""
     old, new = rng.sample(words, 2)
-    text = fill(_repeatedly(sentence, rng), budget.num_chars(share, budget.prose), " ")
+    text = fill(iter(partial(sentence, rng), None), budget.num_chars(share, budget.prose), " ")
     return Conversation(
         (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most)
     )
@@ -244,7 +245,7 @@ def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
 
 
 def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
-    text = fill(_repeatedly(_json_record, rng), budget.num_chars(1.0, budget.code))
+    text = fill(iter(partial(_json_record, rng), None), budget.num_chars(1.0, budget.code))
     question = rng.choice(("Which cities are named?", "What is the price of the lamp?", "Who is the oldest?"))
     return Conversation((f"{question}\n{text}",), max_tokens=budget.answer_tokens)
 
@@ -376,11 +377,6 @@ def _tokens_for(text: str, budget: PromptBudget, most: float = 0.5) -> int:
 def _shuffle(rng: Random, texts: Sequence[str]) -> Iterator[str]:
     while True:
         yield from rng.sample(texts, len(texts))
-
-
-def _repeatedly(make: Callable[[Random], str], rng: Random) -> Iterator[str]:
-    while True:
-        yield make(rng)
 
 
 def _json_record(rng: Random) -> str:
