@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from foreword.bench.measurement import (
     ADAPTIVE,
@@ -30,8 +29,6 @@ from foreword.metrics.request_stats import SpecDecodeStats
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput
-
-Key = TypeVar("Key", str, int)
 
 
 @dataclass(slots=True)
@@ -262,16 +259,12 @@ def drafting_since(before: DraftingStats, after: DraftingStats) -> DraftingStats
     """Decisions between two totals."""
     return DraftingStats(
         draft_length_counts={
-            name: _increase(before.draft_length_counts.get(name, {}), counts)
+            name: Counter(counts) - Counter(before.draft_length_counts.get(name, {}))
             for name, counts in after.draft_length_counts.items()
         },
-        no_draft_counts=_increase(before.no_draft_counts, after.no_draft_counts),
+        no_draft_counts=Counter(after.no_draft_counts) - Counter(before.no_draft_counts),
         predicted_seconds=after.predicted_seconds - before.predicted_seconds,
         realised_seconds=after.realised_seconds - before.realised_seconds,
         plain_seconds=after.plain_seconds - before.plain_seconds,
         exploring_seconds=after.exploring_seconds - before.exploring_seconds,
     )
-
-
-def _increase(before: Mapping[Key, int], after: Mapping[Key, int]) -> dict[Key, int]:
-    return {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}

@@ -38,7 +38,6 @@ from foreword.bench.shapes import (
     WEIGHT_FORMATS,
     ExpertsShape,
     ModelShape,
-    WeightMatrix,
     read_shape,
 )
 from foreword.bench.statistics import time_call
@@ -143,7 +142,7 @@ class KernelCases:
                 continue
             source = self.inputs.weight(name, matrix.n, matrix.k)
             weights = [self.ops.pack_linear([source], name) for _ in range(matrix.copies)]
-            forward = self._linear_forward(matrix, weights, dtype)
+            forward = self._copies_forward(matrix.k, self.ops.linear, weights, dtype)
             for count in rows:
                 if count <= (MAX_HEAD_ROWS if matrix.name == "head" else MAX_VALUES // matrix.n):
                     yield KernelCase(
@@ -175,14 +174,10 @@ class KernelCases:
             for _ in range(EXPERT_ROUTERS)
         ]
 
-        @functools.cache
-        def forward(copies: int) -> Callable[[Batch], Tensor]:
-            def run_experts(x: Tensor, batch: Batch) -> Tensor:
-                for router in routers[:copies]:
-                    y = ops.experts(x, ops.linear(x, router, torch.float32), weights, config)
-                return y
+        def run_experts(x: Tensor, router: PackedLinear) -> Tensor:
+            return ops.experts(x, ops.linear(x, router, torch.float32), weights, config)
 
-            return self._forward(shape.hidden, run_experts, dtype, table)
+        forward = self._copies_forward(shape.hidden, run_experts, routers, dtype, table)
 
         def count_chosen(router: PackedLinear, count: int) -> int:
             """Experts that the batch of RandomInputs reads."""
@@ -268,17 +263,22 @@ class KernelCases:
             for name, op in sampling_ops(self.ops, count, "cpu").items():
                 yield KernelCase(name, f"sampler, V = {vocab}", count, op, 1, prepare=logits.clone)
 
-    def _linear_forward(
-        self, matrix: WeightMatrix, weights: Sequence[PackedLinear], dtype: torch.dtype
+    def _copies_forward(
+        self,
+        width: int,
+        op: Callable[[Tensor, PackedLinear], Tensor],
+        weights: Sequence[PackedLinear],
+        dtype: torch.dtype,
+        table: PackedLinear | None = None,
     ) -> CopiesForward:
         @functools.cache
         def forward(copies: int) -> Callable[[Batch], Tensor]:
-            def multiply(x: Tensor, batch: Batch) -> Tensor:
+            def run(x: Tensor, batch: Batch) -> Tensor:
                 for weight in weights[:copies]:
-                    y = self.ops.linear(x, weight)
+                    y = op(x, weight)
                 return y
 
-            return self._forward(matrix.k, multiply, dtype)
+            return self._forward(width, run, dtype, table)
 
         return forward
 

@@ -37,7 +37,7 @@ from foreword.bench.measurement import (
     model_name,
     with_all_drafters,
 )
-from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.prompts import read_examples
 from foreword.bench.regime import require
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession, BenchStep
@@ -50,7 +50,7 @@ from foreword.bench.tables import (
     share_text,
     speed_cells,
 )
-from foreword.bench.workloads import prompt_conversations
+from foreword.bench.workloads import Conversation, prompt_conversations
 from foreword.cli.banner import EXAMPLE_PROMPT, parse_loading_line
 from foreword.cli.client import HTTPBackend
 from foreword.cli.configuration import read_config
@@ -66,7 +66,7 @@ WARM_STEPS = 4
 
 
 def measure_step_overhead(
-    config: Config, examples: Sequence[PromptExample], num_requests: int
+    config: Config, examples: Sequence[Conversation], num_requests: int
 ) -> dict[str, float]:
     """Median microseconds of a step while `num_requests` decode: by stage, and without the forward pass."""
     plain = replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests)
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_overhead(
-    overhead: dict[str, dict[str, float]], config: Config, examples: Sequence[PromptExample], count: int
+    overhead: dict[str, dict[str, float]], config: Config, examples: Sequence[Conversation], count: int
 ) -> None:
     overhead[str(count)] = measure_step_overhead(config, examples, count)
 
@@ -161,7 +161,7 @@ def _add_startup(startup: dict[str, float], config: Config) -> None:
 
 
 def _make_case(
-    category: str, examples: Sequence[PromptExample], args: argparse.Namespace, engine: LocalEngine
+    category: str, examples: Sequence[Conversation], args: argparse.Namespace, engine: LocalEngine
 ) -> BenchCase:
     """The prompts of a category, one at a time."""
     resolved = engine.info.resolved

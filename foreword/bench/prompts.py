@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foreword.bench.workloads import Conversation
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
 
@@ -19,21 +19,6 @@ ROLES = ("system", "developer", "user", "assistant")
 MAX_NAMED_LINES = 5  # bad lines in one error
 
 
-@dataclass(frozen=True, slots=True)
-class PromptExample:
-    """User messages of one conversation and their category."""
-
-    category: str
-    turns: tuple[str, ...]  # each sent after the answer to the one before
-    history: tuple[tuple[str, str], ...] = ()  # (role, text) of messages before the first turn
-    line: int = field(default=0, compare=False)  # line number in the file, 1-based; 0: none
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The conversation up to its first turn."""
-        return [{"role": role, "content": text} for role, text in (*self.history, ("user", self.turns[0]))]
-
-
 def add_prompt_options(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --prompts and --prompt-field; `default` says what is asked without them."""
     help_ = f"a prompt per line: text, or JSON with a prompt, messages or turns (default: {default})"
@@ -42,16 +27,16 @@ def add_prompt_options(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--prompt-field", metavar="NAME", help=help_)
 
 
-def read_examples(args: argparse.Namespace) -> tuple[PromptExample, ...]:
+def read_examples(args: argparse.Namespace) -> tuple[Conversation, ...]:
     """The prompts of --prompts, else those of the bundled demo. Raises ConfigError."""
     if args.prompts:
         return read_file(args.prompts, args.prompt_field)
     if args.prompt_field:
         raise ConfigError(f"--prompt-field {args.prompt_field} needs --prompts FILE", "prompt_field")
-    return tuple(PromptExample(category, (prompt,)) for category, prompt in EXAMPLES)
+    return tuple(Conversation((prompt,), category=category) for category, prompt in EXAMPLES)
 
 
-def read_file(path: str, name: str | None = None) -> tuple[PromptExample, ...]:
+def read_file(path: str, name: str | None = None) -> tuple[Conversation, ...]:
     """The prompts of a file; `name` is the JSON field that holds them. Raises ConfigError with line numbers.
 
     Lines are JSON objects if the first one starts with a brace or `name` is given, else each is a prompt.
@@ -67,7 +52,7 @@ def read_file(path: str, name: str | None = None) -> tuple[PromptExample, ...]:
     if not lines:
         raise ConfigError(f"--prompts {path}: the file has no prompts", "prompts")
     if name is None and not lines[0][1].startswith("{"):
-        return tuple(PromptExample(DEFAULT_CATEGORY, (line,), line=number) for number, line in lines)
+        return tuple(Conversation((line,), category=DEFAULT_CATEGORY, line=number) for number, line in lines)
     examples, problems = [], []
     for number, line in lines:
         try:
@@ -80,7 +65,7 @@ def read_file(path: str, name: str | None = None) -> tuple[PromptExample, ...]:
     return tuple(examples)
 
 
-def _parse_line(line: str, name: str | None, number: int) -> PromptExample:
+def _parse_line(line: str, name: str | None, number: int) -> Conversation:
     """Raises ValueError with the reason."""
     try:
         record = json.loads(line)
@@ -92,13 +77,13 @@ def _parse_line(line: str, name: str | None, number: int) -> PromptExample:
     category = next((record[key] for key in CATEGORY_FIELDS if record.get(key) not in (None, "")), None)
     category = DEFAULT_CATEGORY if category is None else str(category)
     if isinstance(value, str):
-        return PromptExample(category, (_checked(value),), line=number)
+        return Conversation((_checked(value),), category=category, line=number)
     if not isinstance(value, list) or not value:
         raise ValueError(f"a prompt is a text, a list of texts or a list of messages, got {_kind(value)}")
     if all(isinstance(turn, str) for turn in value):
-        return PromptExample(category, tuple(map(_checked, value)), line=number)
+        return Conversation(tuple(map(_checked, value)), category=category, line=number)
     *history, (_, last) = _up_to_last_question(value)
-    return PromptExample(category, (last,), tuple(history), number)
+    return Conversation((last,), tuple(history), category=category, line=number)
 
 
 def _find_prompt(record: Mapping[str, Any], name: str | None) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foreword.bench.figures import mode_figures, repetition_figures
@@ -28,7 +29,7 @@ from foreword.bench.measurement import (
     request_errors,
     with_all_drafters,
 )
-from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.prompts import read_examples
 from foreword.bench.remote import RemoteTarget
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession
@@ -58,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
         return session.finish({**load_of(args), **figures}, _show, finished=figures["rounds"], passed=passed)
 
 
-def make_case(args: argparse.Namespace, examples: Sequence[PromptExample]) -> BenchCase:
+def make_case(args: argparse.Namespace, examples: Sequence[Conversation]) -> BenchCase:
     """Requests of `throughput` and `serve`: the examples in turn, each with a seed of its own."""
     conversations = tuple(
-        Conversation(
-            example.turns[:1],
-            example.history,
+        replace(
+            example,
+            turns=example.turns[:1],
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             seed=seed,

@@ -9,12 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
-from foreword.cli.configuration import engine_fields
-from foreword.cli.flags import flag
+from foreword.cli.configuration import to_environment
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 
@@ -25,32 +24,31 @@ STOP_TIMEOUT_S = 20.0
 class ServerProcess:
     """Started on entering, on a free port; ended with SIGTERM on leaving.
 
-    `flags` are added to those of the config. Raises ForewordError with its last log lines if it does not
+    `flags` beat the options of the config. Raises ForewordError with its last log lines if it does not
     start.
     """
 
     def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self.url = ""
         self.banner_lines: list[str] = []  # log lines until it was ready
-        fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
-        self._command = [sys.executable, "-m", "foreword", "serve", *_to_flags(fields), *flags]
+        self._config = replace(config, host="127.0.0.1", port=0)
+        self._command = [sys.executable, "-m", "foreword", "serve", *flags]
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         self._log = tempfile.NamedTemporaryFile()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+        environ |= to_environment(self._config)
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, env=environ)
         try:
             self._await_address()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
         assert self._log is not None
         self._log.close()
@@ -94,14 +92,3 @@ class ServerProcess:
                 break
             time.sleep(0.01)
         raise ForewordError("the server did not start: " + " / ".join(self.read_log()[-3:]))
-
-
-def _to_flags(fields: dict[str, object]) -> list[str]:
-    """Command-line flags of the fields."""
-    words: list[str] = []
-    for name, value in fields.items():
-        if isinstance(value, bool):
-            words.append(flag(name) if value else "--no-" + flag(name).removeprefix("--"))
-        else:
-            words += [flag(name), str(value)]
-    return words

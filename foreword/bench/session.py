@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.progress import MofNCompleteColumn, TextColumn
@@ -52,18 +51,18 @@ class BenchStep:
     run: Callable[[], None]
 
 
-class BenchSession:
+class BenchSession(contextlib.ExitStack):
     """Opens the result files of --json and --plot, runs steps, and reports what is complete.
 
     Ctrl-C and SIGTERM end the steps; an exception ends the steps of its cell alone.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
         self.name = str(args.bench)
         self.complete = True
         self.errors: dict[str, str] = {}  # cell: error
         self._json_alone = args.json == STDOUT
-        self._exit = contextlib.ExitStack()
         self._json = self._open("--json", None if self._json_alone else args.json)
         self._plot = self._open("--plot", getattr(args, "plot", None))
         self._date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -71,13 +70,8 @@ class BenchSession:
     def __enter__(self) -> BenchSession:
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-            self._exit.callback(signal.signal, signal.SIGTERM, before)
+            self.callback(signal.signal, signal.SIGTERM, before)
         return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit.close()
 
     def run(self, steps: Sequence[BenchStep], plan: str) -> None:
         """Run the steps in order until Ctrl-C; `plan` says in words what they are."""
@@ -170,9 +164,9 @@ class BenchSession:
         try:
             file = ResultFile(flag, path)
         except ConfigError:
-            self._exit.close()
+            self.close()
             raise
-        self._exit.callback(file.discard)
+        self.callback(file.discard)
         return file
 
 

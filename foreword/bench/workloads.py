@@ -14,13 +14,12 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
-
-from foreword.bench.prompts import PromptExample
 
 # fmt: off
 NAMES = (
@@ -183,6 +182,7 @@ class Conversation:
     ignore_eos: bool = False
     category: str = ""  # requested, which may be a mixture
     seed: int = 0  # first turn's seed; turn t has seed + t
+    line: int = field(default=0, compare=False)  # number in a file of prompts, 1-based; 0: none
 
     @property
     def num_turns(self) -> int:
@@ -227,34 +227,31 @@ def _json(rng: Random, budget: PromptBudget) -> Conversation:
     return Conversation((f"Turn this into JSON: {'; '.join(records)}",), max_tokens=budget.answer_tokens)
 
 
-def _repeat(rng: Random, budget: PromptBudget) -> Conversation:
-    old, new = rng.sample(THINGS, 2)
-    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.4, budget.prose), " ")
+def _repeat(
+    rng: Random, budget: PromptBudget, words: Sequence[str] = THINGS, share: float = 0.4, most: float = 0.5
+) -> Conversation:
+    """Sentences with one of the words replaced. share: of the prompt; most: as of _tokens_for()"""
+    old, new = rng.sample(words, 2)
+    text = fill(iter(partial(sentence, rng), None), budget.num_chars(share, budget.prose), " ")
     return Conversation(
-        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget)
+        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most)
     )
 
 
 def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
     """_repeat with the unchanged text as `prediction`."""
     script = _repeat(rng, budget)
-    return Conversation(
-        script.turns, prediction=script.turns[0].partition("\n")[2], max_tokens=script.max_tokens
-    )
+    return replace(script, prediction=script.turns[0].partition("\n")[2])
 
 
 def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
-    text = fill(_repeatedly(_json_record, rng), budget.num_chars(1.0, budget.code))
+    text = fill(iter(partial(_json_record, rng), None), budget.num_chars(1.0, budget.code))
     question = rng.choice(("Which cities are named?", "What is the price of the lamp?", "Who is the oldest?"))
     return Conversation((f"{question}\n{text}",), max_tokens=budget.answer_tokens)
 
 
 def _long_rewrite(rng: Random, budget: PromptBudget) -> Conversation:
-    old, new = rng.sample(COLORS, 2)
-    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.8, budget.prose), " ")
-    return Conversation(
-        (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most=1.0)
-    )
+    return _repeat(rng, budget, COLORS, share=0.8, most=1.0)
 
 
 def _long_answer(rng: Random, budget: PromptBudget) -> Conversation:
@@ -348,21 +345,14 @@ def make_conversation(category: str, number: int, budget: PromptBudget) -> Conve
 
 
 def prompt_conversations(
-    category: str, count: int, variant: int, examples: Sequence[PromptExample], max_tokens: int
+    category: str, count: int, variant: int, examples: Sequence[Conversation], max_tokens: int
 ) -> tuple[Conversation, ...]:
     """Greedy conversations with prompts of a file; each variant takes the next `count` of the category."""
     own = [example for example in examples if example.category == category]
     numbers = range(variant * count, variant * count + count)
     return tuple(
-        Conversation(
-            example.turns,
-            example.history,
-            max_tokens=max_tokens,
-            category=category,
-            seed=stable_seed(category, number),
-        )
+        replace(own[number % len(own)], max_tokens=max_tokens, seed=stable_seed(category, number))
         for number in numbers
-        for example in (own[number % len(own)],)
     )
 
 
@@ -387,11 +377,6 @@ def _tokens_for(text: str, budget: PromptBudget, most: float = 0.5) -> int:
 def _shuffle(rng: Random, texts: Sequence[str]) -> Iterator[str]:
     while True:
         yield from rng.sample(texts, len(texts))
-
-
-def _repeatedly(make: Callable[[Random], str], rng: Random) -> Iterator[str]:
-    while True:
-        yield make(rng)
 
 
 def _json_record(rng: Random) -> str:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import Final
 
 from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
-from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
-from foreword.chat_formats.parts.part import SPACE, CallId, Header, Name, NameInId, Part, Space
-from foreword.chat_formats.parts.python import PythonArguments
+from foreword.chat_formats.parts.keywords import BareArguments, PythonArguments
+from foreword.chat_formats.parts.part import SPACE, CallId, Header, Name, NameInId, Part
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
 THINK: Final = ReasoningFormat("<think>", "</think>")
-COMMA: Final = (",", Space(" "))
+COMMA: Final = (",", " ")
 ID_9: Final = "[a-zA-Z0-9]{9}"
 
-HERMES_CALL: Final = ToolFormat(("<tool_call>", Space("\n"), JsonCall(), Space("\n"), "</tool_call>"))
+HERMES_CALL: Final = ToolFormat(("<tool_call>", "\n", JsonCall(), "\n", "</tool_call>"))
 PYTHON_CALL: Final = (Name(), "(", PythonArguments(), ")")
 XML_CALL: Final = (
     "<function=",
     Name(),
     ">",
-    Space("\n"),
+    "\n",
     TaggedArguments("<parameter=", ">", "</parameter>", padding="\n"),
     "</function>",
 )
@@ -56,7 +55,7 @@ def _deepseek(*call: Part) -> ToolFormat:
     return ToolFormat(
         ("<｜tool▁call▁begin｜>", *call, "<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>",),
-        (Space("\n"),) if "function" in call else (),
+        ("\n",) if "function" in call else (),
         ("<｜tool▁calls▁end｜>",),
     )
 
@@ -65,11 +64,11 @@ DEEPSEEK_V3_CALLS: Final = _deepseek(
     "function",
     "<｜tool▁sep｜>",
     Name(),
-    Space("\n"),
+    "\n",
     "```json",
-    Space("\n"),
+    "\n",
     JsonArguments(),
-    Space("\n"),
+    "\n",
     "```",
 )
 DEEPSEEK_V31_CALLS: Final = _deepseek(Name(), "<｜tool▁sep｜>", JsonArguments())
@@ -81,7 +80,7 @@ def _dsml(name: str, section: str) -> ChatFormat:
         '<｜DSML｜invoke name="',
         Name(),
         '">',
-        Space("\n"),
+        "\n",
         TaggedArguments('<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", types_in_tag=True),
         "</｜DSML｜invoke>",
     )
@@ -89,9 +88,9 @@ def _dsml(name: str, section: str) -> ChatFormat:
         name,
         ToolFormat(
             invoke,
-            (f"<｜DSML｜{section}>", Space("\n")),
+            (f"<｜DSML｜{section}>", "\n"),
             ("\n",),
-            (Space("\n"), f"</｜DSML｜{section}>"),
+            ("\n", f"</｜DSML｜{section}>"),
         ),
         also=(ToolFormat(invoke),),  # the section is left out at times
         reasoning=ReasoningFormat("<think>", "</think>", space="", ended_by_call=True),
@@ -106,7 +105,7 @@ def _glm(name: str, newline: str, *template_markers: str) -> ChatFormat:
     )
     return ChatFormat(
         name,
-        ToolFormat(("<tool_call>", Name(), Space(newline), arguments, "</tool_call>")),
+        ToolFormat(("<tool_call>", Name(), newline, arguments, "</tool_call>")),
         reasoning=ReasoningFormat("<think>", "</think>", ended_by_call=True),
         template_markers=("<arg_key>", "</arg_value>", *template_markers),
     )
@@ -123,7 +122,7 @@ _ALL: Final = (
     ChatFormat("hermes", HERMES_CALL, reasoning=THINK, template_markers=("<tool_call>", '"name"')),
     ChatFormat(
         "qwen3-coder",
-        ToolFormat(("<tool_call>", Space("\n"), *XML_CALL, Space("\n"), "</tool_call>")),
+        ToolFormat(("<tool_call>", "\n", *XML_CALL, "\n", "</tool_call>")),
         also=(ToolFormat(XML_CALL),),  # the opener is left out at times
         reasoning=ReasoningFormat("<think>", "</think>", ended_by_call=True),
         template_markers=("<function=", "<parameter="),
@@ -253,13 +252,13 @@ _ALL: Final = (
                 '<invoke name="',
                 Name(),
                 '">',
-                Space("\n"),
+                "\n",
                 TaggedArguments('<parameter name="', '">', "</parameter>"),
                 "</invoke>",
             ),
-            ("<minimax:tool_call>", Space("\n")),
+            ("<minimax:tool_call>", "\n"),
             ("\n",),
-            (Space("\n"), "</minimax:tool_call>"),
+            ("\n", "</minimax:tool_call>"),
         ),
         reasoning=THINK,
         template_markers=("<minimax:tool_call>",),

@@ -23,7 +23,7 @@ from foreword.chat_formats.chat_format import (
     bind_format,
     write_calls,
 )
-from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ContentText, ReasoningText
+from foreword.chat_formats.events import AnswerContent
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.hf_response_template import from_response_template
 from foreword.chat_formats.parser import parse_message, starts_in_reasoning
@@ -319,38 +319,28 @@ def _round_trip(
 ) -> str | None:
     """The difference after parsing the rendered message."""
     prompt, turn = assistant_turn(template, message, tokenizer.end_texts, tools)
-    events, calls = _parse(fmt, tokenizer, tools, turn, prompt)
+    answer = _parse(fmt, tokenizer, tools, turn, prompt)
     expected = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     expected = [call for call in expected if call[0] in turn]  # others are in a turn of their own
     if not expected and not message["content"]:
         return f"the template drops the call: {turn[-400:]!r}"
-    if [name for name, _ in calls] != [name for name, _ in expected]:
-        return f"parsed calls {[name for name, _ in calls]} from {turn[-400:]!r}"
-    for (name, text), (_, arguments) in zip(calls, expected, strict=True):
-        if _canonical(text) != json.dumps(arguments, sort_keys=True):
-            return f"arguments of {name} parsed as {text}"
+    if (names := [call.name for call in answer.calls]) != [name for name, _ in expected]:
+        return f"parsed calls {names} from {turn[-400:]!r}"
+    for call, (_, arguments) in zip(answer.calls, expected, strict=True):
+        if _canonical(call.arguments) != json.dumps(arguments, sort_keys=True):
+            return f"arguments of {call.name} parsed as {call.arguments}"
     if fmt.reasoning is None and "reasoning_content" in message:
         return None  # it stays in the content
-    return _text_difference(events, message, turn)
+    return _text_difference(answer, message, turn)
 
 
 def _parse(
     fmt: ChatFormat, tokenizer: ProofTokenizer, tools: tuple[Tool, ...], turn: str, prompt: str = ""
-) -> tuple[tuple[ChatEvent, ...], list[tuple[str, str]]]:
-    """The events of a turn, and its calls: names and arguments."""
+) -> AnswerContent:
     bound = bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
     prompt_ids = [token_id for token_id, _ in tokenizer.tokenize(prompt)]
     reasons = starts_in_reasoning(bound, prompt_ids, prompt)
-    events = parse_message(bound, ToolUse(tools), tokenizer.tokenize(turn), reasons)
-    calls = [
-        (
-            event.name,
-            "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index),
-        )
-        for event in events
-        if isinstance(event, CallStart)
-    ]
-    return events, calls
+    return AnswerContent.from_events(parse_message(bound, ToolUse(tools), tokenizer.tokenize(turn), reasons))
 
 
 def _parses(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer) -> bool:
@@ -358,9 +348,9 @@ def _parses(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer)
     assert fmt.tools is not None
     tools = _proof_tools(PLAIN_ARGUMENTS)
     written = write_calls(fmt.tools, [WrittenCall(FIND, PLAIN_ARGUMENTS, "call01234")])
-    own = [(name, _canonical(text)) for name, text in _parse(fmt, tokenizer, tools, written)[1]]
+    own = [(call.name, _canonical(call.arguments)) for call in _parse(fmt, tokenizer, tools, written).calls]
     turn = _turn(template, tokenizer, {"content": "", "tool_calls": [_call(0, FIND, {"text": CONTENT})]})
-    names = [name for name, _ in _parse(fmt, tokenizer, tools, turn)[1]]
+    names = [call.name for call in _parse(fmt, tokenizer, tools, turn).calls]
     return (own, names) == ([(FIND, json.dumps(PLAIN_ARGUMENTS, sort_keys=True))], [FIND])
 
 
@@ -371,10 +361,9 @@ def _canonical(text: str) -> str:
         return text
 
 
-def _text_difference(events: Iterable[Any], message: Mapping[str, Any], turn: str) -> str | None:
+def _text_difference(answer: AnswerContent, message: Mapping[str, Any], turn: str) -> str | None:
     """The difference in reasoning and content, as far as the template renders them."""
-    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
-    content = "".join(event.text for event in events if isinstance(event, ContentText))
+    reasoning, content = answer.reasoning, answer.text
     given = [text for text in (message.get("reasoning_content"), message["content"]) if text and text in turn]
     if (reasoning + content).split() != " ".join(given).split():
         return f"parsed reasoning {reasoning!r} and content {content!r}, not {' '.join(given)!r}"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
-from foreword.chat_formats.parts.bare import BareArguments
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
+from foreword.chat_formats.parts.keywords import BareArguments
 from foreword.chat_formats.parts.part import SPACE, Header, Name, Part
 from foreword.chat_formats.parts.tagged import TaggedArguments
 

@@ -128,7 +128,7 @@ class _Syntax:
             parts[-1]
             for form in forms
             for parts in (form.call, form.end)
-            if parts and isinstance(parts[-1], str)
+            if parts and isinstance(parts[-1], str) and parts[-1].strip(WHITESPACE)
         }
         begins = [self.reasoning.begin] if self.reasoning else []
         texts = [*self.triggers, *begins, *self.content, *self.dropped]
@@ -451,7 +451,7 @@ class ChatParser(CallReader):
     def _read_calls(self, form: ToolFormat) -> Wait:
         """Read a section. False if it has no call."""
         for part in form.begin:
-            if isinstance(part, str) and not (yield from self.read_text(part)):
+            if isinstance(part, str) and part.strip(WHITESPACE) and not (yield from self.read_text(part)):
                 return False
         is_first, first = True, 0
         while (yield from self._read_call(form)):

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from foreword.chat_formats.chat_format import ToolFormat
 from foreword.chat_formats.parts.json import JsonArguments, JsonCall
-from foreword.chat_formats.parts.part import SPACE, Name, Part, Space
+from foreword.chat_formats.parts.part import SPACE, Name, Part
 from foreword.chat_formats.parts.tagged import TaggedArguments
 
 MARKER: Final = r"<[^<>\s]*>|\[/?[A-Z_]+\]"
@@ -47,9 +47,7 @@ def derive_tools(one: str, two: str, calls: Sequence[tuple[str, Mapping[str, Any
     if first is None or second is None:
         return _tool_format("", before, core, after, "", None)
     between = two[first.end : second.start]
-    if between.split() == (after + before).split() or "".join(between.split()) == "".join(
-        (after + before).split()
-    ):
+    if "".join(between.split()) == "".join((after + before).split()):
         return _tool_format("", before, core, after, "", None)
     call_end = _common_start(between, after)
     call_begin = _common_end(between[len(call_end) :], before)
@@ -72,7 +70,7 @@ def _tool_format(
         begin=to_parts(begin.lstrip()),
         separator=None if separator is None else to_parts(separator),
         end=to_parts(end.rstrip()),
-        opens_answer=not any(isinstance(part, str) and len(part) > 1 for part in opener),
+        opens_answer=not any(isinstance(part, str) and len(part.strip()) > 1 for part in opener),
     )
 
 
@@ -95,7 +93,7 @@ def num_common(first: str, second: str) -> int:
 
 def to_parts(text: str) -> tuple[Part, ...]:
     """A text as parts: markers, whitespace, and texts between them."""
-    return tuple(Space(part) if part.isspace() else part for part in PART.split(text) if part)
+    return tuple(filter(None, PART.split(text)))
 
 
 def _find_core(turn: str, start: int, name: str, arguments: Mapping[str, Any]) -> _Core | None:
@@ -167,7 +165,7 @@ def _tagged_call(turn: str, start: int, name: str, arguments: Mapping[str, Any])
     )
     header = after_name[: len(after_name) - len(key_begin)]
     end = places[-1][1] + len(closer + between if tail.startswith(closer + between) else closer)
-    return _Core(places[0][0], end, (Name(), *to_parts(header), Space(between), tagged))
+    return _Core(places[0][0], end, (Name(), *to_parts(header), between, tagged))
 
 
 def find_markers(turn: str, text: str) -> tuple[str, str, str] | None:

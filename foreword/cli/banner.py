@@ -34,11 +34,6 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def unix_address(path: str) -> str:
-    """The base URL of a Unix socket, for curl_line()."""
-    return UNIX + path
-
-
 def banner_lines(
     config: Config,
     info: EngineInfo,

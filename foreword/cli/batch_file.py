@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from foreword.errors import ConfigError, shown
@@ -148,9 +147,7 @@ class BatchOutput:
     def __enter__(self) -> BatchOutput:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         with suppress(OSError):  # a result that write() could not store
             self._file.close()
 

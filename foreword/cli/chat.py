@@ -248,16 +248,6 @@ class ChatSession:
         self._messages: list[Message] = []  # all but the system message
         self._answers: list[_Answer] = []
         self.num_failures = 0
-        self._commands: Mapping[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/system": self._set_system,
-            "/image": self._add_image,
-            "/speculate": self._speculate,
-            "/compare": self._compare,
-            "/stats": self._show_stats,
-            "/save": self._save,
-            "/clear": self._clear,
-        }
 
     def greet(self) -> None:
         self.say(f"{self._backend.name}; /help lists commands, Ctrl-D leaves")
@@ -435,26 +425,28 @@ class ChatSession:
         return [*system, *self._messages]
 
     def _obey(self, name: str, argument: str) -> None:
-        if (method := self._commands.get(name)) is not None:
+        """Call the method of the command, as the `cmd` module names it: do_help(argument)."""
+        method: Callable[[str], None] | None = getattr(self, f"do_{name[1:]}", None)
+        if method is not None:
             return method(argument)
-        names = [*self._commands, "/quit", *ALIASES]
+        names = [*(usage.split()[0] for usage in COMMANDS), *ALIASES]
         close = difflib.get_close_matches(name, names, n=1, cutoff=MIN_SIMILARITY)
         hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
         hint = FOREIGN_COMMANDS.get(name, hint)
         self._fail(f"unknown command {name}: {hint}")
 
-    def _help(self, _: str) -> None:
+    def do_help(self, _: str) -> None:
         width = max(map(len, COMMANDS))
         for usage, description in COMMANDS.items():
             self.say(f"{usage:<{width}}  {description}")
         self.say(HELP_NOTE)
 
-    def _set_system(self, text: str) -> None:
+    def do_system(self, text: str) -> None:
         before, self._system = self._system, text or None
         removed = "no system message" if before is None else f"system message removed: {before}"
         self.say("system message set" if text else removed)
 
-    def _add_image(self, file: str) -> None:
+    def do_image(self, file: str) -> None:
         try:
             user_message("", [file])
         except InvalidRequest as error:
@@ -462,7 +454,7 @@ class ChatSession:
         self._images.append(file)
         self.say(f"{file} goes with the next message")
 
-    def _speculate(self, method: str) -> None:
+    def do_speculate(self, method: str) -> None:
         drafters = self._backend.drafters
         known = None if drafters is None else ("auto", "off", *drafters)
         if method and known is not None and method not in known:
@@ -473,7 +465,7 @@ class ChatSession:
         none = " (no drafter is loaded: start with --speculate auto)" if drafters == () else ""
         self.say(f"speculation: {self._params.speculation.method}{none}")
 
-    def _compare(self, _: str) -> None:
+    def do_compare(self, _: str) -> None:
         """Decode the last answer plainly, shown alike, because showing takes time too.
 
         It is not decoded with speculation again: drafters would find it in what they have seen.
@@ -503,7 +495,7 @@ class ChatSession:
             f"the texts differ from character {start} on, where speculation gave {last.said[start:]!r:.40}"
         )
 
-    def _show_stats(self, _: str) -> None:
+    def do_stats(self, _: str) -> None:
         if not self._answers:
             return self.say("no answer yet")
         last = self._answers[-1]
@@ -515,7 +507,7 @@ class ChatSession:
         share = f" ({accepted / drafted:.0%})" if drafted else ""
         self.say(f"session: {len(self._answers)} answers, {drafted} drafted, {accepted} accepted{share}")
 
-    def _save(self, file: str) -> None:
+    def do_save(self, file: str) -> None:
         if not file:
             return self._fail("/save needs the name of a new file")
         text = json.dumps({"messages": self._conversation()}, ensure_ascii=False, indent=2)
@@ -526,6 +518,6 @@ class ChatSession:
             return self._fail(f"/save {file}: {error.strerror if isinstance(error, OSError) else error}")
         self.say(f"{len(self._messages)} messages are in {file}")
 
-    def _clear(self, _: str) -> None:
+    def do_clear(self, _: str) -> None:
         self._messages, self._images = [], []
         self.say("new conversation")

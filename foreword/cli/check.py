@@ -88,7 +88,7 @@ def check_models(models: ModelsConfig) -> Iterator[CheckResult]:
         for result in results:
             if result.ok is not True:
                 yield CheckResult(result.ok, f"{entry.name}: {result.text}")
-    yield from check_plan(models)
+    yield from _guard("memory", check_plan(models))
 
 
 def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult]:
@@ -103,21 +103,29 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
         return
     has_draft_model = drafter is not None and not drafter.is_head
     yield from _check_weights(config, has_draft_model)
-    yield from _check_tokenizers(config, has_draft_model)
+    yield from _guard("tokenizer", _check_tokenizers(config, has_draft_model))
     if target.image_token_id is not None:
-        yield _check_images(config, target)
+        yield from _guard("images", _check_images(config, target))
     if drafter is not None:
         yield _check_drafter_size(config, target, drafter)
     if with_memory and config.replicas:
-        yield from _check_memory(config, target, drafter)
+        yield from _guard("memory", _check_memory(config, target, drafter))
     if config.kv_cache_host_memory is not None and config.replicas:
-        yield _check_host_memory(config, target, drafter)
+        yield from _guard("host memory", _check_host_memory(config, target, drafter))
     if config.kv_cache_dir is not None and config.replicas:
-        yield from _check_disk(config, target, drafter)
+        yield from _guard("disk", _check_disk(config, target, drafter))
     if config.kv_cache_shared_memory and config.replicas:
         yield _check_shared_memory()
     if config.remote_urls:
         yield from _check_replicas(config)
+
+
+def _guard(label: str, results: Iterator[CheckResult]) -> Iterator[CheckResult]:
+    """The results of a check; an error ends it as a failure."""
+    try:
+        yield from results
+    except ForewordError as error:
+        yield CheckResult(False, f"{label}: {error}")
 
 
 def _check_model(
@@ -175,15 +183,11 @@ def _check_weights(config: Config, has_draft_model: bool) -> Iterator[CheckResul
 
 
 def _check_tokenizers(config: Config, has_draft_model: bool) -> Iterator[CheckResult]:
-    try:
-        path = Path(str(config.model))
-        tokenizer, rows = read_tokenizer(path)
-        processor = read_processor(path)
-        apply_options(config, tokenizer, processor)
-        chat = ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format)
-    except ForewordError as error:
-        yield CheckResult(False, f"tokenizer: {error}")
-        return
+    path = Path(str(config.model))
+    tokenizer, rows = read_tokenizer(path)
+    processor = read_processor(path)
+    apply_options(config, tokenizer, processor)
+    chat = ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format)
     unused = len(tokenizer.unassigned_ids(rows))
     yield CheckResult(
         tokenizer.vocab_size <= rows,
@@ -195,7 +199,7 @@ def _check_tokenizers(config: Config, has_draft_model: bool) -> Iterator[CheckRe
     else:
         yield CheckResult(True if chat.detection.is_proven else None, f"tool calls: {chat.detection}")
     if has_draft_model:
-        yield _check_drafter(tokenizer, config)
+        yield from _guard("draft model", _check_draft_tokenizer(tokenizer, config))
 
 
 def _check_generation_config(tokenizer: Tokenizer) -> Iterator[CheckResult]:
@@ -207,28 +211,21 @@ def _check_generation_config(tokenizer: Tokenizer) -> Iterator[CheckResult]:
         yield CheckResult(None, f"sampling defaults: {warning}")
 
 
-def _check_drafter(tokenizer: Tokenizer, config: Config) -> CheckResult:
-    try:
-        processor = read_processor(Path(str(config.model)))
-        num_missing = check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
-    except ForewordError as error:
-        return CheckResult(False, f"draft model: {error}")
-    if num_missing:
-        return CheckResult(True, f"draft tokenizer: the same, but lacks {num_missing} added tokens")
-    return CheckResult(True, "draft tokenizer: the same, token by token")
+def _check_draft_tokenizer(tokenizer: Tokenizer, config: Config) -> Iterator[CheckResult]:
+    processor = read_processor(Path(str(config.model)))
+    num_missing = check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
+    same = f"the same, but lacks {num_missing} added tokens" if num_missing else "the same, token by token"
+    yield CheckResult(True, f"draft tokenizer: {same}")
 
 
-def _check_images(config: Config, target: ModelInfo) -> CheckResult:
-    try:
-        processor = read_processor(Path(str(config.model)))
-    except ForewordError as error:
-        return CheckResult(False, f"images: {error}")
+def _check_images(config: Config, target: ModelInfo) -> Iterator[CheckResult]:
+    processor = read_processor(Path(str(config.model)))
     assert processor is not None, "a vision model has an image processor"
     costs = (
         f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens"
         for width, height in IMAGE_SIZES
     )
-    return CheckResult(
+    yield CheckResult(
         True,
         f"images: {format_count(target.vision_parameters)} parameters in the vision encoder; "
         f"{', '.join(costs)}",
@@ -254,11 +251,7 @@ def _check_drafter_size(config: Config, target: ModelInfo, drafter: ModelInfo) -
 
 
 def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
-    try:
-        hardware = detect_hardware(config, target)
-    except ForewordError as error:
-        yield CheckResult(False, f"memory: {error}")
-        return
+    hardware = detect_hardware(config, target)
     try:
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
@@ -281,45 +274,34 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
     ok = True if chosen.max_model_len >= target.context_len else None
     yield CheckResult(ok, f"context: {chosen.max_model_len} of {target.context_len} tokens")
     if config.drafter_plugins():
-        yield _check_plugins(config, chosen, target)
+        yield from _guard("own drafters", _check_plugins(config, chosen, target))
 
 
-def _check_host_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
+def _check_host_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     """What --kv-cache-host-memory holds."""
-    try:
-        block = tier_block(config, detect_hardware(config, target), target, drafter, 0)
-    except ForewordError as error:
-        return CheckResult(False, f"host memory: {error}")
+    block = tier_block(config, detect_hardware(config, target), target, drafter, 0)
     num_bytes = host_tier_bytes(config)
     if num_bytes < block.num_bytes + block.state_bytes:
         size = (
             f"a block of {config.block_size} tokens has {format_bytes(block.num_bytes + block.state_bytes)}"
         )
-        problem = f"kv_cache_host_memory {config.kv_cache_host_memory} holds no block: {size}"
-        return CheckResult(False, f"host memory: {problem}")
+        raise ConfigError(f"kv_cache_host_memory {config.kv_cache_host_memory} holds no block: {size}")
     num_tokens = format_count(num_bytes / block.bytes_per_token)
-    return CheckResult(
-        True, f"host memory: {format_bytes(num_bytes)} of each engine hold {num_tokens} tokens"
-    )
+    yield CheckResult(True, f"host memory: {format_bytes(num_bytes)} of each engine hold {num_tokens} tokens")
 
 
 def _check_disk(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     """What the limit of --kv-cache-dir holds, and whether an engine can use the directory."""
     root, limit = Path(str(config.kv_cache_dir)), parse_bytes("kv_cache_disk", config.kv_cache_disk)
+    block = tier_block(config, detect_hardware(config, target), target, drafter, HEADER.size)
+    if limit < block.num_bytes:
+        size = f"a block of {config.block_size} tokens has {format_bytes(block.num_bytes)}"
+        raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {size}")
     try:
-        hardware = detect_hardware(config, target)
-        block = tier_block(config, hardware, target, drafter, HEADER.size)
-        if limit < block.num_bytes:
-            size = f"a block of {config.block_size} tokens has {format_bytes(block.num_bytes)}"
-            raise ConfigError(f"kv_cache_disk {config.kv_cache_disk} holds no block: {size}")
         _check_directory(root, folder_name(Path(str(config.model))))
-    except ForewordError as error:
-        yield CheckResult(False, f"disk: {error}")
-        return
     except OSError as error:
         reason = f"{error.filename or root}: {error.strerror or error}"
-        yield CheckResult(False, f"disk: kv_cache_dir cannot be used: {reason}")
-        return
+        raise ConfigError(f"kv_cache_dir cannot be used: {reason}") from None
     states = f", with a state of {format_bytes(block.state_bytes)} now and then" if block.state_bytes else ""
     yield CheckResult(
         True,
@@ -372,12 +354,9 @@ def _describe_memory(parts: Sequence[MemoryPart]) -> str:
     return f"memory:\n{describe_parts(parts)}"
 
 
-def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) -> CheckResult:
-    try:
-        names = ", ".join(make_plugins(config, chosen, target, never_sampled_ids=()))
-    except ForewordError as error:
-        return CheckResult(False, f"own drafters: {error}")
-    return CheckResult(True, f"own drafters: {names}")
+def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) -> Iterator[CheckResult]:
+    names = ", ".join(make_plugins(config, chosen, target, never_sampled_ids=()))
+    yield CheckResult(True, f"own drafters: {names}")
 
 
 def _check_replicas(config: Config) -> Iterator[CheckResult]:
@@ -431,11 +410,7 @@ def describe_parts(parts: Sequence[MemoryPart]) -> str:
 
 def check_plan(models: ModelsConfig) -> Iterator[CheckResult]:
     """The plan of each model, and what fits together; an error if a model never does."""
-    try:
-        plan = asyncio.run(_plan(models))
-    except ForewordError as error:
-        yield CheckResult(False, f"memory: {error}")
-        return
+    plan = asyncio.run(_plan(models))
     for each in plan.plans:
         yield CheckResult(True, _describe(each))
     for device in dict.fromkeys(each.device for each in plan.plans if each.device != ELSEWHERE):

@@ -60,57 +60,37 @@ EXIT_TERMINATED = 143
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """A subcommand; its module offers `run(args) -> int`.
+    """A subcommand; its module, of the same name, offers `run(args) -> int`.
 
     start          begins the start-up line, which the module ends; empty: it has nothing to wait for
     add_arguments  declares its flags; None: the module has it, and imports neither torch nor FastAPI
     """
 
     name: str
-    module: str
     help: str
     start: str
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 
+    @property
+    def module(self) -> str:
+        return f"foreword.{'bench.command' if self.name == 'bench' else 'cli.' + self.name.replace('-', '_')}"
+
 
 COMMANDS = (
-    Subcommand("serve", "foreword.cli.serve", "start the server", "loading", add_serve_arguments),
-    Subcommand("chat", "foreword.cli.chat", "talk to a model; draft tokens are coloured", "loading"),
-    Subcommand("generate", "foreword.cli.generate", "print one answer", "loading"),
+    Subcommand("serve", "start the server", "loading", add_serve_arguments),
+    Subcommand("chat", "talk to a model; draft tokens are coloured", "loading"),
+    Subcommand("generate", "print one answer", "loading"),
+    Subcommand("run-batch", "answer a file of requests", "loading", add_run_batch_arguments),
     Subcommand(
-        "run-batch", "foreword.cli.run_batch", "answer a file of requests", "loading", add_run_batch_arguments
+        "train-head", "train an EAGLE-3 head, which drafts, for a model", "loading", add_train_head_arguments
     ),
-    Subcommand(
-        "train-head",
-        "foreword.cli.train_head",
-        "train an EAGLE-3 head, which drafts, for a model",
-        "loading",
-        add_train_head_arguments,
-    ),
-    Subcommand("top", "foreword.cli.top", "show models, load, acceptance and usage of a running server", ""),
-    Subcommand("keys", "foreword.cli.keys", "create, limit, list and revoke API keys; their usage", ""),
-    Subcommand("fleet", "foreword.cli.fleet", "a model's servers on many machines, by Ray", ""),
-    Subcommand("reload", "foreword.cli.reload", "replace a server's engines under open streams", ""),
-    Subcommand(
-        "bench",
-        "foreword.bench.command",
-        "measure: latency, throughput, serve, speculate, agent, kernels, gpu",
-        "bench",
-    ),
-    Subcommand(
-        "check",
-        "foreword.cli.check",
-        "does a model fit, and does a draft model match it",
-        "checking",
-        add_check_arguments,
-    ),
-    Subcommand(
-        "env",
-        "foreword.cli.env",
-        "versions, hardware and kernel backends",
-        "reading versions",
-        add_env_arguments,
-    ),
+    Subcommand("top", "show models, load, acceptance and usage of a running server", ""),
+    Subcommand("keys", "create, limit, list and revoke API keys; their usage", ""),
+    Subcommand("fleet", "a model's servers on many machines, by Ray", ""),
+    Subcommand("reload", "replace a server's engines under open streams", ""),
+    Subcommand("bench", "measure: latency, throughput, serve, speculate, agent, kernels, gpu", "bench"),
+    Subcommand("check", "does a model fit, and does a draft model match it", "checking", add_check_arguments),
+    Subcommand("env", "versions, hardware and kernel backends", "reading versions", add_env_arguments),
 )
 # Commands of ollama, vLLM and others. MODEL is replaced by the word that follows.
 FOREIGN_COMMANDS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import re
@@ -179,3 +180,11 @@ def engine_fields(config: Config) -> dict[str, Any]:
     """The options that differ from their defaults, as keyword arguments of `LLM`."""
     values = {item: getattr(config, item.name) for item in option_fields()}
     return {item.name: value for item, value in values.items() if value != item.default}
+
+
+def to_environment(config: Config) -> dict[str, str]:
+    """The options as variables: keys are not for a command line, which every user of a machine can read."""
+    return {
+        environment_name(name): json.dumps(value) if isinstance(value, bool) else str(value)
+        for name, value in engine_fields(config).items()
+    }

@@ -258,28 +258,35 @@ def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser)
 
 
-# Flags of `train-head`: name, type, default, help. Fields of AnswerOptions, TrainingOptions and Eagle3Shape.
-TRAIN_HEAD_FLAGS: Mapping[str, Sequence[tuple[str, Any, Any, str]]] = {
+MAX_SIZE = 1 << 17
+DTYPES = ("float32", "bfloat16")
+# Flags of `train-head`: name, type, default, help, and limits of a number or choices of a text. Fields of
+# AnswerOptions, TrainingOptions and Eagle3Shape.
+TRAIN_HEAD_FLAGS: Mapping[str, Sequence[tuple[str, Any, Any, str, tuple[Any, ...]]]] = {
     "answers": (
-        ("max_tokens", int, 512, "longest answer in tokens"),
-        ("temperature", float, 0.0, "of answers; 0 takes the likeliest token"),
+        ("max_tokens", int, 512, "longest answer in tokens", (1, MAX_SIZE)),
+        ("temperature", float, 0.0, "of answers; 0 takes the likeliest token", (0, 100)),
     ),
     "training": (
-        ("epochs", int, 3, "how often each answer is learned"),
-        ("batch_tokens", int, 4096, "tokens of a step, with padding"),
-        ("max_length", int, 2048, "tokens of an answer with its prompt; the rest is cut"),
-        ("ttt_steps", int, 3, "passes of training-time test, 1 to 7: longer chains cost more"),
-        ("loss_decay", float, 0.8, "weight of each further pass in the loss"),
-        ("learning_rate", float, 1.0, "factor of the learning rates"),
-        ("train_dtype", str, "auto", "matrix products in float32 or bfloat16; auto: what the hardware has"),
+        ("epochs", int, 3, "how often each answer is learned", (1, 1000)),
+        ("batch_tokens", int, 4096, "tokens of a step, with padding", (1, 1 << 22)),
+        ("max_length", int, 2048, "tokens of an answer with its prompt; the rest is cut", (2, 1 << 22)),
+        ("ttt_steps", int, 3, "passes of training-time test, 1 to 7: longer chains cost more", (1, 7)),
+        ("loss_decay", float, 0.8, "weight of each further pass in the loss", (0.01, 1)),
+        ("learning_rate", float, 1.0, "factor of the learning rates", (1e-6, 1e3)),
+        (
+            *("train_dtype", str, "auto"),
+            "matrix products in float32 or bfloat16; auto: what the hardware has",
+            ("auto", *DTYPES),
+        ),
     ),
     "head": (
-        ("draft_vocab_size", int, 32000, "the most frequent tokens, which the head predicts"),
-        ("aux_layers", str, None, "layers whose input it reads, such as 2,16,29 (default: three of them)"),
-        ("intermediate_size", int, None, "of its MLP (default: the model's)"),
-        ("num_attention_heads", int, None, "of its layer (default: the model's)"),
-        ("num_key_value_heads", int, None, "of its layer (default: the model's)"),
-        ("head_dtype", str, "bfloat16", "type of the weights in the file: bfloat16 or float32"),
+        ("draft_vocab_size", int, 32000, "the most frequent tokens, which the head predicts", (1, 1 << 31)),
+        ("aux_layers", str, None, "layers before which it reads, as 2,16,29 (default: three of them)", ()),
+        ("intermediate_size", int, None, "of its MLP (default: the model's)", (1, MAX_SIZE)),
+        ("num_attention_heads", int, None, "of its layer (default: the model's)", (1, MAX_SIZE)),
+        ("num_key_value_heads", int, None, "of its layer (default: the model's)", (1, MAX_SIZE)),
+        ("head_dtype", str, "bfloat16", "type of the weights in the file: bfloat16 or float32", DTYPES),
     ),
 }
 
@@ -292,10 +299,11 @@ def add_train_head_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for title, flags in TRAIN_HEAD_FLAGS.items():
         group = parser.add_argument_group(title)
-        for name, kind, default, text in flags:
+        for name, kind, default, text, allowed in flags:
             help_ = text if default is None else f"{text} (default: {default})"
+            options = {"choices": allowed} if kind is str and allowed else {"type": kind}
             metavar = METAVARS[kind.__name__]
-            group.add_argument(flag(name), type=kind, default=default, metavar=metavar, help=help_)
+            group.add_argument(flag(name), **options, default=default, metavar=metavar, help=help_)
     add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
 
 

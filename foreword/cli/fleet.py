@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.cli.banner import local_url
-from foreword.cli.configuration import check_foreign_keys, environment_name, read_config
+from foreword.cli.configuration import check_foreign_keys, read_config, to_environment
 from foreword.cli.flags import add_config_options
 from foreword.cli.terminal import set_up_logging
 from foreword.cli.uvicorn_server import ShutdownSignals, wait_first
@@ -122,16 +122,6 @@ def _server_options() -> list[Any]:
     return [item for item in option_fields() if item.metadata["group"] == "server"]
 
 
-def _to_environment(config: Config) -> dict[str, str]:
-    """The options as variables: keys are not for a command line, which every user of a machine can read."""
-    values = {item.name: (getattr(config, item.name), item.default) for item in option_fields()}
-    return {
-        environment_name(name): json.dumps(value) if isinstance(value, bool) else str(value)
-        for name, (value, default) in values.items()
-        if value != default
-    }
-
-
 # up
 
 
@@ -207,7 +197,7 @@ class _Fleet:
     async def _spawn(self, words: Sequence[str], config: Config, stdout: int | None = None) -> Process:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "foreword", *words),
-            env=self._environment | _to_environment(config),
+            env=self._environment | to_environment(config),
             stdout=stdout,
             start_new_session=True,  # Ctrl-C is for this process, which ends them in order
         )
@@ -244,7 +234,7 @@ def _place(args: argparse.Namespace) -> int:
         RouterClient(args.router_url, config.engine_key),
         servers,
         Autoscaler(minimum, wanted.max_replicas or minimum, UP_WAIT_S, DOWN_AFTER_S),
-        _to_environment,
+        to_environment,
         lambda urls: print(json.dumps(urls), flush=True),
     )
     while not stopped.wait(TICK_S):

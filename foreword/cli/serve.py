@@ -19,13 +19,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
+from foreword.cli.banner import UNIX, banner_lines, local_url, models_lines
 from foreword.cli.configuration import read_config
 from foreword.cli.fleet import run_up
 from foreword.cli.listener import bind, bind_error, bind_unix
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
-from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
+from foreword.cli.uvicorn_server import ShutdownSignals, run_uvicorn, wait_first
 from foreword.config.options import Config
 from foreword.engine_client.forkserver import ForkServer
 from foreword.fleet.memory import FleetPlan, plan_server
@@ -84,9 +84,9 @@ async def _serve(config: Config, listener: socket.socket, fork_server: ForkServe
     async with AsyncExitStack() as stack:
         request_log = await stack.enter_async_context(open_request_log(config))
         app = SwappableApp(loading_app(loading_health, config, request_log))
-        web_server = UvicornServer(uvicorn_config(app, config, request_log), listener)
+        web_server = run_uvicorn(uvicorn_config(app, config, request_log), listener)
         try:
-            await stack.enter_async_context(web_server)
+            web_task = await stack.enter_async_context(web_server)
         except OSError as error:  # another process listens on the bound port
             raise bind_error(error, config.host, config.port) from None
         with loading_bar("loading the model") as progress:
@@ -108,7 +108,7 @@ async def _serve(config: Config, listener: socket.socket, fork_server: ForkServe
             for line in _ready_lines(config, manager, plan, listener, time.perf_counter() - started_s):
                 _print_line(config, line)
             try:
-                return await _serve_until_shutdown(manager.dead, web_server, drain, signals, config)
+                return await _serve_until_shutdown(manager.dead, web_task, drain, signals, config)
             finally:
                 signals.extend_limit(CLOSE_LIMIT_S)
 
@@ -167,7 +167,7 @@ def _ready_lines(
 
 def _url(config: Config, listener: socket.socket) -> str:
     if config.uds is not None:
-        return unix_address(config.uds)
+        return UNIX + config.uds
     return local_url(config.host, listener.getsockname()[1])
 
 
@@ -179,10 +179,14 @@ def _print_line(config: Config, line: str) -> None:
 
 
 async def _serve_until_shutdown(
-    dead: asyncio.Event, server: UvicornServer, drain: DrainState, signals: ShutdownSignals, config: Config
+    dead: asyncio.Event,
+    server: asyncio.Task[None],
+    drain: DrainState,
+    signals: ShutdownSignals,
+    config: Config,
 ) -> int:
     """Serve until a signal, or until the engine is `dead`; returns the exit code."""
-    if await wait_first(signals.graceful.wait(), dead.wait(), server.wait_stopped()) == 1:
+    if await wait_first(signals.graceful.wait(), dead.wait(), asyncio.wait((server,))) == 1:
         logger.error("the engine is dead, its open requests failed; shutting down")
         await wait_first(signals.graceful.wait(), timeout_s=ENGINE_DEAD_GRACE_S)
         return 1

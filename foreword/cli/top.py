@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.interval <= 3600:
         raise ConfigError(f"interval must be from 0.1 to 3600 seconds, got {args.interval:g}", "interval")
     console = Console(file=sys.stdout, highlight=False)
-    with ServerReader(args.url, args.api_key) as reader:
+    with contextlib.closing(ServerReader(args.url, args.api_key)) as reader:
         if args.once or not console.is_terminal:
             first = reader.read()
             time.sleep(args.interval)
@@ -134,10 +134,7 @@ class ServerReader:
         self._http = httpx.Client(**options | {"timeout": TIMEOUT_S})
         self._may_be_admin = bool(api_key)
 
-    def __enter__(self) -> ServerReader:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self._http.close()
 
     def read(self) -> Snapshot:

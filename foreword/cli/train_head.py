@@ -14,13 +14,14 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from foreword.checkpoint import resolve_paths
 from foreword.cli.configuration import engine_fields, read_config
-from foreword.cli.flags import flag
+from foreword.cli.flags import TRAIN_HEAD_FLAGS, flag
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count, loading_bar, set_up_logging, stderr_console
 from foreword.config.options import Config
@@ -51,9 +52,6 @@ from foreword.training.trainer import Acceptance, Progress, Trainer, TrainingOpt
 
 REPORT_S = 10.0  # between progress lines
 EVALUATE_S = 180.0  # between checkpoints, with which acceptance is measured
-MAX_TTT_STEPS = 7
-MAX_SIZE = 1 << 17
-DTYPES = ("float32", "bfloat16")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     if config.log_level != "debug":
         logging.getLogger("foreword").setLevel("WARNING")  # not one line per request
-    _check_arguments(args)
+    _check_numbers(args)
     data, folder = Path(args.data), Path(args.output)
     prompts = read_prompts(data)
     model, seed = str(config.model or DEFAULT_MODEL), config.seed or 0
@@ -225,30 +223,13 @@ def _parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _check_numbers(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
-    limits: dict[str, tuple[float, float]] = {
-        "max_tokens": (1, MAX_SIZE),
-        "temperature": (0, 100),
-        "epochs": (1, 1000),
-        "batch_tokens": (1, 1 << 22),
-        "max_length": (2, 1 << 22),
-        "ttt_steps": (1, MAX_TTT_STEPS),
-        "loss_decay": (0.01, 1),
-        "learning_rate": (1e-6, 1e3),
-        "draft_vocab_size": (1, 1 << 31),
-        "intermediate_size": (1, MAX_SIZE),
-        "num_attention_heads": (1, MAX_SIZE),
-        "num_key_value_heads": (1, MAX_SIZE),
-    }
-    for name, (low, high) in limits.items():
+    for name, kind, _, _, allowed in chain.from_iterable(TRAIN_HEAD_FLAGS.values()):
         value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{flag(name)} must be between {low:g} and {high:g}, got {value:g}", name)
-    for name, choices in (("train_dtype", ("auto", *DTYPES)), ("head_dtype", DTYPES)):
-        if getattr(args, name) not in choices:
-            problem = f"must be one of {', '.join(choices)}, got {getattr(args, name)!r:.80}"
-            raise ConfigError(f"{flag(name)} {problem}", name)
+        if kind is not str and value is not None and not allowed[0] <= value <= allowed[1]:
+            limits = f"between {allowed[0]:g} and {allowed[1]:g}"
+            raise ConfigError(f"{flag(name)} must be {limits}, got {value:g}", name)
 
 
 def _training_dtype(asked: str, device: str) -> str:

@@ -8,8 +8,8 @@ import faulthandler
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
-from types import FrameType, TracebackType
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -63,34 +63,24 @@ def _exit_later(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-class UvicornServer:
-    """uvicorn on a bound socket; it listens while the context is open."""
+@contextlib.asynccontextmanager
+async def run_uvicorn(config: uvicorn.Config, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """uvicorn on a bound socket, on which it listens while the context is open; yields its task.
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        self._server = _NoSignalServer(config)
-        self._listener = listener
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> UvicornServer:
-        """Raises OSError if it cannot listen on the address."""
-        self._task = asyncio.create_task(self._server.serve([self._listener]), name="web server")
-        while not self._server.started:
-            if self._task.done():
-                self._task.result()
-                raise OSError("the web server did not start")
-            await asyncio.sleep(POLL_S)
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._task is not None
-        self._server.should_exit = True
-        await self._task
-
-    async def wait_stopped(self) -> None:
-        assert self._task is not None
-        await asyncio.wait((self._task,))
+    Raises OSError if it cannot listen on the address.
+    """
+    server = _NoSignalServer(config)
+    task = asyncio.create_task(server.serve([listener]), name="web server")
+    while not server.started:
+        if task.done():
+            task.result()
+            raise OSError("the web server did not start")
+        await asyncio.sleep(POLL_S)
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await task
 
 
 class _NoSignalServer(uvicorn.Server):

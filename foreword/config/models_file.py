@@ -23,7 +23,7 @@ from foreword.config.option_parsing import (
 from foreword.config.options import Config, option_fields
 from foreword.config.speculative_config import apply_speculative_config
 from foreword.config.units import parse_bytes, parse_duration
-from foreword.core.params import SamplingParams
+from foreword.core.params import FLOAT_BOUNDS, SamplingParams
 from foreword.errors import ConfigError, InvalidRequest, did_you_mean
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -40,21 +40,7 @@ ONE_MODEL_FIELDS = (
 FILE_KEYS = ("defaults", "keep_alive", "max_loaded_models", "max_swap_wait", "memory_limit", "models")
 ENTRY_KEYS = ("keep_alive", "pinned", "preload", "variants")  # keys of a model that are not options
 # Fields of SamplingParams that a variant may set: numbers that a request may leave out.
-SAMPLING_FIELDS = (
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "top_n_sigma",
-        "xtc_probability",
-        "xtc_threshold",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "max_tokens"),
-)
-INT_FIELDS = ("top_k", "dry_allowed_length", "max_tokens", "max_model_len")
+SAMPLING_FIELDS = (*FLOAT_BOUNDS, "top_k", "dry_allowed_length", "max_tokens")
 VARIANT_KEYS = (*SAMPLING_FIELDS, "max_model_len", "speculation", "variant_of")
 # A GGUF file of several parts, of which the first names the others; a projector of images.
 LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$", re.IGNORECASE)
@@ -300,7 +286,7 @@ def _variant_value(where: str, name: str, text: str, config: Config) -> Any:
             problem = f"must be one of {', '.join(known)}, got {text!r:.80}{did_you_mean(text, known)}"
             raise ConfigError(f"{where}: speculation {problem}", "models")
         return text
-    value = parse_option(f"{where}: {name}", "int" if name in INT_FIELDS else "float", text)
+    value = parse_option(f"{where}: {name}", "float" if name in FLOAT_BOUNDS else "int", text)
     if name == "max_model_len":
         limit = config.max_model_len
         if value < 2 or (limit is not None and value > limit):

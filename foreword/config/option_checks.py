@@ -13,6 +13,10 @@ from foreword.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from foreword.config.options import Config
 
+MEMORY_OPTIONS = (
+    *("suffix_corpus_memory", "image_memory", "image_cache_memory", "kv_cache_disk", "kv_cache_host_memory"),
+    "memory_limit",
+)
 MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MIN_ENGINE_KEY_CHARS = 16
@@ -37,15 +41,14 @@ def check_options(config: Config) -> None:
     _check_range("prompt_lookup_min", config.prompt_lookup_min, 1, config.prompt_lookup_max)
     if config.block_size & (config.block_size - 1):
         raise ConfigError(f"block_size must be a power of two, got {config.block_size}", "block_size")
-    for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory", "kv_cache_disk"):
-        parse_bytes(name, getattr(config, name))
+    for name in MEMORY_OPTIONS:
+        if (text := getattr(config, name)) is not None:
+            parse_bytes(name, text)
     _check_kv_cache(config)
     if config.cpus is not None:
         parse_cpus(config.cpus)
     if config.gpus is not None and not GPUS_PATTERN.fullmatch(config.gpus):
         raise ConfigError(f'gpus must be like "0" or "0,1", got {config.gpus!r:.80}', "gpus")
-    if config.memory_limit is not None:
-        parse_bytes("memory_limit", config.memory_limit)
     if config.keep_alive is not None:
         parse_duration("keep_alive", config.keep_alive)
     if config.models is not None and config.model is not None:
@@ -85,8 +88,6 @@ def _check_kv_cache(config: Config) -> None:
         raise ConfigError(
             "--kv-cache-disk limits the files of --kv-cache-dir DIR, which is not given", "kv_cache_disk"
         )
-    if config.kv_cache_host_memory is not None:
-        parse_bytes("kv_cache_host_memory", config.kv_cache_host_memory)
     for name in ("kv_cache_dir", "kv_cache_host_memory"):
         if getattr(config, name) is None:
             continue

@@ -342,7 +342,7 @@ def _part_items(writer: GrammarWriter, parts: Iterable[Part]) -> list[Item | Too
     for part in parts:
         if not isinstance(part, str):
             items += part.grammar(writer)
-        elif part.isspace():
+        elif not part.strip():
             items.append(space(part))
         else:
             items += writer.marker(part)

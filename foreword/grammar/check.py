@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 from foreword.core.structured_output import ConstraintScope, StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest, OverBudget
 from foreword.grammar import limits
+from foreword.grammar.compiler import SharedResults
 from foreword.grammar.tool_calls import ConstraintTask, ToolConstraint
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool, load_reply
 
-T = TypeVar("T")
 WORKER: Final = "foreword.grammar.check_worker"
 REPLIES: Final = (ToolConstraint, StructuredOutput, ConstraintScope, InvalidRequest)
 MAX_REPLY_BYTES: Final = 64 << 20  # a pickled constraint of tools, with the names of what it drops
@@ -38,8 +35,8 @@ class GrammarChecker:
             stack_bytes=limits.WORKER_STACK_BYTES,
         )
         self._pool = WorkerPool(WORKER, "compile", load_vocabulary, job_limits, num_workers)
-        self._verdicts: _SharedResults[InvalidRequest | None] = _SharedResults(limits.MAX_CACHED_VERDICTS)
-        self._constraints: _SharedResults[ToolConstraint] = _SharedResults(limits.MAX_CACHED_CONSTRAINTS)
+        self._verdicts: SharedResults[InvalidRequest | None] = SharedResults(limits.MAX_CACHED_VERDICTS)
+        self._constraints: SharedResults[ToolConstraint] = SharedResults(limits.MAX_CACHED_CONSTRAINTS)
 
     def constrain(self, task: ConstraintTask) -> ToolConstraint:
         """The constraint of an answer, not checked yet.
@@ -81,39 +78,6 @@ class GrammarChecker:
         if isinstance(reply, InvalidRequest):
             raise reply
         return reply
-
-
-class _SharedResults(Generic[T]):
-    """Results by key, the latest ones kept. Threads that ask for the same one wait for one computation."""
-
-    def __init__(self, max_size: int) -> None:
-        self._max_size = max_size
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, T] = OrderedDict()
-        self._pending: dict[Hashable, Future[T]] = {}
-
-    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Raises the error of `compute`, which is not kept."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            pending = self._pending.get(key)
-            if pending is None:
-                own = self._pending[key] = Future[T]()
-        if pending is not None:
-            return pending.result()
-        try:
-            own.set_result(compute())
-        except BaseException as error:
-            own.set_exception(error)
-        with self._lock:
-            del self._pending[key]
-            if own.exception() is None:
-                self._kept[key] = own.result()
-                while len(self._kept) > self._max_size:
-                    self._kept.popitem(last=False)
-        return own.result()
 
 
 def _cache_key(structured: StructuredOutput) -> bytes:

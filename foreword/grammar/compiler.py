@@ -7,8 +7,11 @@ import os
 import re
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from llguidance import LLMatcher
 
@@ -28,6 +31,7 @@ from foreword.grammar.limits import RECOMPILE_CPU_S, parser_limits
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from foreword.grammar.vocab import GrammarVocab
 
+T = TypeVar("T")
 # llguidance would force its own tokenization of fixed text; here the model chooses the tokens.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 # Parts of llguidance's errors that show the converted grammar, which the user never saw.
@@ -224,3 +228,39 @@ class CompiledGrammar:
         first.compute_bitmask()  # gives the lexer the fuel of a step, which all its matchers spend
         lexer.base_cost = lexer.read_cost(first)
         return lexer
+
+
+class SharedResults(Generic[T]):
+    """Results by key, the latest ones kept. Threads that ask for the same one wait for one computation."""
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+        self._pending: dict[Hashable, Future[T]] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Raises the error of `compute`, which is not kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            pending = self._pending.get(key)
+            if pending is None:
+                own = self._pending[key] = Future[T]()
+        if pending is not None:
+            return pending.result()
+        try:
+            own.set_result(compute())
+        except BaseException as error:
+            own.set_exception(error)
+        with self._lock:
+            del self._pending[key]
+            if own.exception() is None:
+                self._kept[key] = own.result()
+                while len(self._kept) > self._max_size:
+                    self._kept.popitem(last=False)
+        return own.result()

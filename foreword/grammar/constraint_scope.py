@@ -40,19 +40,6 @@ class ScopeState(NamedTuple):
 class ScopeTracker:
     """Follows one answer. Its state is a pure function of the answer's tokens, so drafts change nothing."""
 
-    __slots__ = (
-        "_begin_text",
-        "_closing_ids",
-        "_is_begin",
-        "_is_end",
-        "_is_trigger",
-        "_num_kept",
-        "_scope",
-        "_stop_ids",
-        "_token_bytes",
-        "state",
-    )
-
     def __init__(
         self,
         scope: ConstraintScope,

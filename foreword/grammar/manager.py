@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -15,7 +13,7 @@ from foreword.core.batch import SampleRow
 from foreword.core.grammars import Grammars
 from foreword.core.request import Request
 from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
-from foreword.grammar.compiler import CompiledGrammar
+from foreword.grammar.compiler import CompiledGrammar, SharedResults
 from foreword.grammar.limits import MAX_CACHED_GRAMMARS
 from foreword.grammar.masks import MaskBuffer, MaskJob, MaskRequest, MaskThread
 from foreword.grammar.matcher import Matcher
@@ -37,7 +35,7 @@ class GrammarManager(Grammars):
             1, "grammar-ready"
         )  # for cached grammars: no wait for compilations
         self._vocab: Future[GrammarVocab] = Future()
-        self._cache = _GrammarCache()
+        self._compiled: SharedResults[CompiledGrammar] = SharedResults(MAX_CACHED_GRAMMARS)
         self._mask_thread: MaskThread | None = None
         self._mask_buffer: MaskBuffer | None = None
         self._mask_job: MaskJob | None = None
@@ -51,7 +49,7 @@ class GrammarManager(Grammars):
         """The matcher of a request, after its resumed output. The future raises InvalidRequest."""
         structured = request.params.structured
         assert structured is not None, "the request has no constraint"
-        is_cached = self._cache.get(structured) is not None
+        is_cached = _cache_key(structured) in self._compiled
         executor = self._cached_executor if is_cached else self._compile_executor
         return executor.submit(self._compile, request, structured)
 
@@ -94,34 +92,10 @@ class GrammarManager(Grammars):
 
     def _compile(self, request: Request, structured: StructuredOutput) -> RequestGrammar:
         vocab = self._vocab.result()
-        compiled = self._cache.get(structured)
-        if compiled is None:
-            compiled = CompiledGrammar(structured, vocab, self._num_threads)
-            self._cache.put(structured, compiled)
+        compiled = self._compiled.get(
+            _cache_key(structured), lambda: CompiledGrammar(structured, vocab, self._num_threads)
+        )
         return Matcher(request, compiled, vocab, self._mask_executor)
-
-
-class _GrammarCache:
-    """LRU cache of compiled grammars. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
-
-    def get(self, structured: StructuredOutput) -> CompiledGrammar | None:
-        with self._lock:
-            compiled = self._compiled.get(_cache_key(structured))
-            if compiled is None:
-                return None
-            self._compiled.move_to_end(_cache_key(structured))
-            return compiled
-
-    def put(self, structured: StructuredOutput, compiled: CompiledGrammar) -> None:
-        with self._lock:
-            self._compiled[_cache_key(structured)] = compiled
-            self._compiled.move_to_end(_cache_key(structured))
-            if len(self._compiled) > MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
 
 
 def _cache_key(structured: StructuredOutput) -> tuple[str, str, bool]:

@@ -32,25 +32,6 @@ class Matcher:
     A running job owns the llguidance matcher: every method waits for it, or cancels it, first.
     """
 
-    __slots__ = (
-        "_accepted",
-        "_compiled",
-        "_executor",
-        "_is_finished",
-        "_job",
-        "_jump_forward",
-        "_lexer",
-        "_llg",
-        "_masked_draft",
-        "_masks",
-        "_may_draft",
-        "_scope",
-        "_stop_tokens",
-        "_usual",
-        "_vocab",
-        "error",
-    )
-
     def __init__(
         self, request: Request, compiled: CompiledGrammar, vocab: GrammarVocab, executor: LLExecutor
     ) -> None:

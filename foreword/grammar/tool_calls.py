@@ -16,7 +16,7 @@ from typing import Final
 from foreword.chat_formats.call_grammar import ANY_TEXT
 from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
 from foreword.chat_formats.parts.json import JsonCall
-from foreword.chat_formats.parts.part import Part, Space
+from foreword.chat_formats.parts.part import Part
 from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, ToolUse
 from foreword.core.structured_output import ConstraintScope, Marker, StructuredOutput
 from foreword.errors import InvalidRequest
@@ -192,8 +192,6 @@ def _usual_begin(bound: BoundFormat, parts: Iterable[Part]) -> Marker:
     for part in parts:
         if isinstance(part, str):
             marker += bound.pieces(part)
-        elif isinstance(part, Space):
-            marker.append(part.usual)
         else:
             if isinstance(part, JsonCall):
                 marker.append(part.opening)

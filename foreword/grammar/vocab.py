@@ -40,20 +40,6 @@ class _TokenBytes:
 class GrammarVocab:
     """A vocabulary padded or cut to the size of the model's logits, with a trie for masks."""
 
-    __slots__ = (
-        "_ids",
-        "_lock",
-        "_pretokenize_pattern",
-        "_special_ids",
-        "_tokenizers",
-        "end_id",
-        "eos_ids",
-        "marker_ids",
-        "spelled",
-        "token_bytes",
-        "vocab_size",
-    )
-
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         tokens = list(vocabulary.tokens[:vocab_size])
         tokens += [b""] * (vocab_size - len(tokens))

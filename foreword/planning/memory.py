@@ -294,7 +294,6 @@ class MemorySizes:
 
     weights: int  # with room for adapters, and for draft tokens of a trained head
     block: int  # one block of the KV cache, with its share of the kept anchors
-    lora: int  # room for adapters
     states: int = 0  # of the requests that may run
     host: int = 0  # --kv-cache-host-memory, where the device's memory is the host's
 
@@ -377,7 +376,6 @@ def memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelI
     return MemorySizes(
         sum(weight_bytes(info, *options) for info in models) + lora + scratch,
         block,
-        lora,
         0 if states is None else states.fixed_bytes,
         host_tier_bytes(config) if hardware.device == "cpu" else 0,
     )

@@ -83,7 +83,6 @@ class ResolvedConfig:
     overlap: bool = True
     max_loras: int = 0  # 0: LoRA is off
     max_lora_rank: int = 0
-    lora_bytes: int = 0
     states: StatePlan | None = None  # of layers with state
     memory: DeviceMemory | None = None  # set for a GPU whose KV cache gets the remaining memory
     notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
@@ -197,7 +196,6 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
         image_cache_bytes=parse_bytes("image_cache_memory", config.image_cache_memory),
         max_loras=config.num_lora_slots,
         max_lora_rank=config.max_lora_rank if config.num_lora_slots else 0,
-        lora_bytes=sizes.lora,
         states=plan_states(config, hardware, model),
         notes=_notes(config, hardware, model),
     )

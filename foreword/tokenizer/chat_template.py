@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import product
 from types import EllipsisType
@@ -288,12 +289,14 @@ class ChatTemplate:
         messages = [_write_reasoning(message, source) for message in messages]
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         variables |= {**self._variables, "tools": described, "documents": None, **options}
+        file = BytesIO()
         try:
-            job = _pickle_plain((source, variables))
+            _PlainPickler(file).dump((source, variables))
         except Exception as error:
             raise InvalidRequest(
                 f"messages and chat_template_kwargs must be plain values: {error}", "messages"
             ) from None
+        job = file.getvalue()
         if len(job) > MAX_INPUT_BYTES:
             raise InvalidRequest(
                 f"messages have {len(job)} bytes; the chat template takes at most {MAX_INPUT_BYTES}",
@@ -310,7 +313,7 @@ class ChatTemplate:
             return text
         if kind == NOT_COMPILED:
             raise CheckpointError(f"the chat template {text}", "chat_template")
-        raise _refusal(text)
+        raise InvalidRequest(REFUSES + text, "messages")
 
     def _probe_tools(self) -> list[Tool]:
         """Tools for a probe with calls: some templates fail without."""
@@ -371,10 +374,8 @@ class ChatTemplate:
 
     def _write_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Calls as text, and results as messages of the user unless the template takes them."""
-        plain = to_plain_tool_messages(
-            messages, lambda calls: write_calls(self._call_format, calls), self._keeps_results()
-        )
-        return plain
+        write = partial(write_calls, self._call_format)
+        return to_plain_tool_messages(messages, write, self._keeps_results())
 
     def _keeps_results(self) -> bool:
         """Whether a template that describes tools, but renders no calls, renders messages of results."""
@@ -468,16 +469,6 @@ def _join_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         moves = message.get("tool_calls") and text and isinstance(content, str) and content
         joined.append({**message, **({REASONING: f"{text}\n\n{content}", "content": ""} if moves else {})})
     return joined
-
-
-def _pickle_plain(value: object) -> bytes:
-    file = BytesIO()
-    _PlainPickler(file).dump(value)
-    return file.getvalue()
-
-
-def _refusal(reason: str) -> InvalidRequest:
-    return InvalidRequest(REFUSES + reason, "messages")
 
 
 def _check_options(options: Mapping[str, Any], conflicting: bool) -> None:

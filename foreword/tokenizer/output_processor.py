@@ -82,26 +82,6 @@ class ChoiceOutput:
     calls, and none spans a call. A stop string may end in whitespace that a marker would drop.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_events",
-        "_length",
-        "_num_open_calls",
-        "_pending",
-        "_settled",
-        "_stops",
-        "_tokenizer",
-        "_undecided",
-        "finish_reason",
-        "logprobs",
-        "num_cached",
-        "parser",
-        "prompt_logprobs",
-        "request",
-        "stop_reason",
-        "token_ids",
-    )
-
     def __init__(self, tokenizer: Tokenizer, request: Request, parser: ChatParser | None = None) -> None:
         params = request.params
         self.request = request

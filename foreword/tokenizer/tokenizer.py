@@ -234,7 +234,22 @@ class Tokenizer:
         for part in (text, pair or ""):
             self._check_text(part, max_whole_tokens if max_tokens is None else MAX_TEXT_TOKENS)
         with translate_errors(_encode_error):
-            return self._encode_truncated(text, pair, max_tokens, add_special_tokens)
+            encoded = self._encode(text if pair is None else (text, pair), add_special_tokens)
+            if max_tokens is None or len(encoded) <= max_tokens:
+                return encoded.ids, encoded.type_ids
+            encodings = [self._encode(part, False) for part in (text, pair) if part is not None]
+            special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+            if special > max_tokens:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens",
+                    "truncate_prompt_tokens",
+                )
+            lengths = _truncated_lengths(list(map(len, encodings)), max_tokens - special)
+            for encoding, length in zip(encodings, lengths, strict=True):
+                encoding.truncate(length)
+            second = encodings[1] if pair is not None else None
+            cut = self._backend.post_process(encodings[0], second, add_special_tokens)
+            return cut.ids, cut.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD; unassigned ids are skipped."""
@@ -317,27 +332,6 @@ class Tokenizer:
         """Ids of added tokens that do not end an answer and have no token in `other`."""
         added = self._backend.get_added_tokens_decoder().keys() - {*self.eos_token_ids}
         return sorted(token_id for token_id in added if other.id_to_token(token_id) is None)
-
-    def _encode_truncated(
-        self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool
-    ) -> tuple[list[int], list[int]]:
-        encoded = self._encode(text if pair is None else (text, pair), add_special_tokens)
-        if max_tokens is None or len(encoded) <= max_tokens:
-            return encoded.ids, encoded.type_ids
-        encodings = [self._encode(part, False) for part in (text, pair) if part is not None]
-        special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
-        if special > max_tokens:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens",
-                "truncate_prompt_tokens",
-            )
-        lengths = _truncated_lengths(list(map(len, encodings)), max_tokens - special)
-        for encoding, length in zip(encodings, lengths, strict=True):
-            encoding.truncate(length)
-        cut = self._backend.post_process(
-            encodings[0], encodings[1] if pair is not None else None, add_special_tokens
-        )
-        return cut.ids, cut.type_ids
 
     def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
         # encode_batch releases the GIL, encode does not.

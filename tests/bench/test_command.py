@@ -9,7 +9,7 @@ import pytest
 
 from foreword.bench import latency
 from foreword.bench.engine import LocalEngine
-from foreword.bench.prompts import PromptExample
+from foreword.bench.workloads import Conversation
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.metrics.request_stats import SpecDecodeStats
@@ -89,7 +89,7 @@ def test_startup_stages_add_up(flags: list[str]) -> None:
 def test_step_overhead_excludes_the_forward_pass(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "STEPS", 3)
     config = Config(model=flags[1], kv_cache_memory="8000tokens")
-    stages = latency.measure_step_overhead(config, [PromptExample("a", ("the thing",))], 2)
+    stages = latency.measure_step_overhead(config, [Conversation(("the thing",), category="a")], 2)
     assert "forward" not in stages
     assert all(math.isfinite(us) and us >= 0 for us in stages.values())
     assert stages["total"] >= max(us for stage, us in stages.items() if stage != "total") / 2

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.bench.prompts import PromptExample, read_examples, read_file
+from foreword.bench.prompts import read_examples, read_file
+from foreword.bench.workloads import Conversation
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
 
@@ -37,20 +38,20 @@ def test_lines_without_json_are_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "name", "example"),
     [
-        ({"prompt": "p"}, None, PromptExample("all", ("p",))),
-        ({"kind": "k", "prompt": "p"}, None, PromptExample("k", ("p",))),
-        ({"category": 3, "turns": ["a", "b"]}, None, PromptExample("3", ("a", "b"))),
-        ({"question": "q", "prompt": "p"}, "question", PromptExample("all", ("q",))),
+        ({"prompt": "p"}, None, Conversation(("p",), category="all")),
+        ({"kind": "k", "prompt": "p"}, None, Conversation(("p",), category="k")),
+        ({"category": 3, "turns": ["a", "b"]}, None, Conversation(("a", "b"), category="3")),
+        ({"question": "q", "prompt": "p"}, "question", Conversation(("q",), category="all")),
         (
             {"body": {"messages": [{"role": "user", "content": "u"}]}},
             "body.messages",
-            PromptExample("all", ("u",)),
+            Conversation(("u",), category="all"),
         ),
-        ({"a.b": "dotted"}, "a.b", PromptExample("all", ("dotted",))),
+        ({"a.b": "dotted"}, "a.b", Conversation(("dotted",), category="all")),
     ],
 )
 def test_fields_of_json_lines(
-    tmp_path: Path, record: dict[str, object], name: str | None, example: PromptExample
+    tmp_path: Path, record: dict[str, object], name: str | None, example: Conversation
 ) -> None:
     assert read_file(write(tmp_path, json.dumps(record)), name) == (example,)
 
@@ -66,7 +67,7 @@ def test_messages_end_at_the_last_question(tmp_path: Path) -> None:
     (example,) = read_file(write(tmp_path, json.dumps({"messages": messages})))
     assert example.history == (("system", "Be brief."), ("user", "one"), ("assistant", "1"))
     assert example.turns == ("two",)
-    assert [message["content"] for message in example.messages] == ["Be brief.", "one", "1", "two"]
+    assert [message["content"] for message in example.messages(())] == ["Be brief.", "one", "1", "two"]
 
 
 @pytest.mark.parametrize(

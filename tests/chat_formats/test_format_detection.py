@@ -64,7 +64,7 @@ def markers_of(fmt: Any) -> list[str]:
     texts = [part for part in (*tools.begin, *tools.call, *tools.end) if isinstance(part, str)]
     texts += [] if fmt.reasoning is None else [fmt.reasoning.begin, fmt.reasoning.end]
     return [
-        text for text in texts if text[0] in "<[" and text[-1] in ">]" and len(text) > 2 and " " not in text
+        text for text in texts if len(text) > 2 and text[0] in "<[" and text[-1] in ">]" and " " not in text
     ]
 
 

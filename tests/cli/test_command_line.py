@@ -32,10 +32,10 @@ def fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = 
             raise error
         return 0
 
-    module = types.ModuleType("fake_command")
+    module = types.ModuleType("foreword.cli.fake")
     module.add_arguments, module.run = add_arguments, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fake_command", module)
-    fake = command_line.Subcommand("fake", "fake_command", "pretend", "")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fake = command_line.Subcommand("fake", "pretend", "")
     monkeypatch.setattr(command_line, "COMMANDS", (fake,))
 
 

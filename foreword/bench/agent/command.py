@@ -61,7 +61,7 @@ from foreword.bench.measurement import (
 )
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.statistics import geometric_mean, geometric_mean_ratio
-from foreword.bench.tables import equal_text, print_table, ratio_text, rounds_text, share_text
+from foreword.bench.tables import equal_text, print_table, ratio_number, ratio_text, rounds_text, share_text
 from foreword.chat_formats.chat_format import BoundFormat
 from foreword.chat_formats.parser import ChatParser
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
@@ -310,11 +310,9 @@ def _row(cell: Mapping[str, Any], mode: str, of: Mapping[str, Any], session: str
         str(cell["sessions_at_once"]),
         mode,
         session,
-        "" if is_off else ratio_text({"ratio": of["slowest_session"]["ratio"]}),
-        f"{of['generation_s']:.1f} s" if is_off else ratio_text({"ratio": of["generation"]["ratio"]}),
-        f"{of['first_token_s'] * 1e3:.0f} ms"
-        if is_off
-        else ratio_text({"ratio": of["first_token"]["ratio"]}),
+        "" if is_off else ratio_number(of["slowest_session"]["ratio"]),
+        f"{of['generation_s']:.1f} s" if is_off else ratio_number(of["generation"]["ratio"]),
+        f"{of['first_token_s'] * 1e3:.0f} ms" if is_off else ratio_number(of["first_token"]["ratio"]),
         f"{of['cached_after_result']:.1%}",
         f"{of['reused']:.1%}",
         share_text(of.get("acceptance")),

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -43,63 +43,47 @@ MAX_DRAFT_TOKENS = 32
 CORPUS_BYTES = 16 << 20
 SESSION_S = 2.0  # estimate
 MODES = {"suffix": ("suffix",), "text": ("text",), "auto": ("suffix", "text")}
+TALLIED = ("tokens", "drafted", "accepted")
 PROSE, SYNTAX = "prose", "syntax"  # places beside those of styles.PLACES
 
 
-@dataclass(slots=True)
-class Tally:
-    """Tokens of one drafter, or at one place."""
-
-    tokens: int = 0  # emitted
-    drafted: int = 0  # verified
-    accepted: int = 0
-
-    def merge(self, other: Tally) -> None:
-        self.tokens += other.tokens
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-
-    def as_dict(self) -> dict[str, int]:
-        return {"tokens": self.tokens, "drafted": self.drafted, "accepted": self.accepted}
+def _tallies() -> defaultdict[str, Counter[str]]:
+    return defaultdict(Counter)
 
 
 @dataclass(slots=True)
 class Replay:
-    """Figures of one run."""
+    """Figures of one run. A tally counts TALLIED: tokens emitted, draft tokens verified, those accepted."""
 
     steps: int = 0
     cost: float = 0.0
     plain_cost: float = 0.0  # of the same answers without drafts
-    total: Tally = field(default_factory=Tally)
-    by_drafter: dict[str, Tally] = field(default_factory=dict)
-    by_place: dict[str, Tally] = field(default_factory=dict)  # of the draft's first token
-
-    @property
-    def speed(self) -> float:
-        return self.plain_cost / self.cost
-
-    @property
-    def acceptance(self) -> float:
-        return self.total.accepted / max(self.total.drafted, 1)
+    total: Counter[str] = field(default_factory=Counter)
+    by_drafter: defaultdict[str, Counter[str]] = field(default_factory=_tallies)
+    by_place: defaultdict[str, Counter[str]] = field(default_factory=_tallies)  # of the draft's first token
 
     def merge(self, other: Replay) -> None:
         self.steps += other.steps
         self.cost += other.cost
         self.plain_cost += other.plain_cost
-        self.total.merge(other.total)
+        self.total.update(other.total)
         for mine, theirs in ((self.by_drafter, other.by_drafter), (self.by_place, other.by_place)):
             for name, tally in theirs.items():
-                mine.setdefault(name, Tally()).merge(tally)
+                mine[name].update(tally)
 
     def as_dict(self) -> dict[str, object]:
         return {
-            "speed": self.speed,
-            "tokens_per_step": self.total.tokens / self.steps,
-            "acceptance": self.acceptance,
-            **self.total.as_dict(),
-            "by_drafter": {name: tally.as_dict() for name, tally in self.by_drafter.items()},
-            "by_place": {name: tally.as_dict() for name, tally in self.by_place.items()},
+            "speed": self.plain_cost / self.cost,
+            "tokens_per_step": self.total["tokens"] / self.steps,
+            "acceptance": self.total["accepted"] / max(self.total["drafted"], 1),
+            **_tallied(self.total),
+            "by_drafter": {name: _tallied(tally) for name, tally in self.by_drafter.items()},
+            "by_place": {name: _tallied(tally) for name, tally in self.by_place.items()},
         }
+
+
+def _tallied(tally: Counter[str]) -> dict[str, int]:
+    return {name: tally[name] for name in TALLIED}
 
 
 @dataclass(slots=True)
@@ -198,20 +182,14 @@ def _spans(step: AgentStep) -> tuple[str, list[tuple[int, int, str]]]:
 
 
 def _count(replay: Replay, places: Sequence[str], draft: Draft | None, drafted: int, accepted: int) -> None:
-    tallies = [replay.total]
+    checked = {"drafted": drafted, "accepted": accepted}
+    replay.total.update(checked | {"tokens": accepted + 1})
     if draft is not None and drafted:
-        tallies.append(replay.by_drafter.setdefault(draft.drafter, Tally()))
-        replay.by_drafter[draft.drafter].tokens += accepted
-    for tally in tallies:
-        tally.drafted += drafted
-        tally.accepted += accepted
-    replay.total.tokens += accepted + 1
+        replay.by_drafter[draft.drafter].update(checked | {"tokens": accepted})
     for index in range(accepted + 1):
-        replay.by_place.setdefault(places[index], Tally()).tokens += 1
+        replay.by_place[places[index]]["tokens"] += 1
     for index in range(drafted):
-        tally = replay.by_place.setdefault(places[min(index, accepted)], Tally())
-        tally.drafted += 1
-        tally.accepted += index < accepted
+        replay.by_place[places[min(index, accepted)]].update(drafted=1, accepted=int(index < accepted))
 
 
 def _make_state(session: AgentSession, turn: int, number: int) -> RequestState:

@@ -43,7 +43,7 @@ from foreword.bench.measurement import (
     model_name,
     with_all_drafters,
 )
-from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.prompts import read_examples
 from foreword.bench.remote import RemoteTarget
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.speculate.report import case_result, print_result, worst_cases
@@ -107,7 +107,7 @@ class _CaseFactory:
     """Cases of the flags, with conversations from `make`."""
 
     args: argparse.Namespace
-    examples: Sequence[PromptExample]  # () unless prompts are those of a file
+    examples: Sequence[Conversation]  # () unless prompts are those of a file
     make: ConversationFactory
 
     def cases(self, categories: Sequence[str], loads: Sequence[int]) -> list[BenchCase]:
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
 
-def _set_defaults(args: argparse.Namespace, examples: Sequence[PromptExample]) -> None:
+def _set_defaults(args: argparse.Namespace, examples: Sequence[Conversation]) -> None:
     """Set the flags that were not given."""
     defaults: dict[str, Any] = dict(QUICK_DEFAULTS if args.quick else DEFAULTS)
     if examples:
@@ -158,7 +158,7 @@ def _set_defaults(args: argparse.Namespace, examples: Sequence[PromptExample]) -
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
 
 
-def _local(args: argparse.Namespace, examples: Sequence[PromptExample], session: BenchSession) -> _Plan:
+def _local(args: argparse.Namespace, examples: Sequence[Conversation], session: BenchSession) -> _Plan:
     config = with_all_drafters(read_config(args))
     target, load_s = _load(config, args, session)
     engine = target.engines[ADAPTIVE]
@@ -169,7 +169,7 @@ def _local(args: argparse.Namespace, examples: Sequence[PromptExample], session:
 
 
 def _replay(
-    args: argparse.Namespace, examples: Sequence[PromptExample], session: BenchSession, file: Path
+    args: argparse.Namespace, examples: Sequence[Conversation], session: BenchSession, file: Path
 ) -> _Plan:
     """Recorded answers as drafts, in one category per acceptance rate."""
     rates = parse_acceptance_rates(args.replay_acceptance)
@@ -194,7 +194,7 @@ def _replay(
     return _plan_locally(target, config, _CaseFactory(args, (), make), categories, load_s)
 
 
-def _remote(args: argparse.Namespace, examples: Sequence[PromptExample]) -> _Plan:
+def _remote(args: argparse.Namespace, examples: Sequence[Conversation]) -> _Plan:
     target = RemoteTarget(args.base_url, read_config(args).api_key)
     factory = _CaseFactory(args, examples, _conversations(target.max_len, args, examples, target))
     cases = factory.cases(_categories(args, examples), _parse_loads(args))
@@ -257,7 +257,7 @@ def _modes(drafters: Sequence[str], args: argparse.Namespace) -> tuple[Mode, ...
 
 
 def _conversations(
-    max_len: int, args: argparse.Namespace, examples: Sequence[PromptExample], model: TokenSource
+    max_len: int, args: argparse.Namespace, examples: Sequence[Conversation], model: TokenSource
 ) -> ConversationFactory:
     if examples:
         return functools.partial(prompt_conversations, examples=examples, max_tokens=args.max_tokens)
@@ -265,11 +265,10 @@ def _conversations(
     return functools.partial(make_conversations, budget=budget)
 
 
-def _check_lengths(args: argparse.Namespace, examples: Sequence[PromptExample], engine: LocalEngine) -> None:
+def _check_lengths(args: argparse.Namespace, examples: Sequence[Conversation], engine: LocalEngine) -> None:
     """Raises ConfigError for a prompt of a file that does not fit the context."""
     for example in examples:
-        first = Conversation(example.turns[:1], example.history)
-        num_tokens = len(engine.prompt_ids(first, ()))
+        num_tokens = len(engine.prompt_ids(example, ()))
         if num_tokens + args.max_tokens > engine.max_len:
             raise ConfigError(
                 f"--prompts {args.prompts}: the {num_tokens} tokens of line {example.line} and --max-tokens "
@@ -317,7 +316,7 @@ def _small_cache(config: Config, engine: LocalEngine, case: BenchCase) -> Config
     return replace(config, kv_cache_memory=f"{tokens}tokens", max_model_len=min(engine.max_len, tokens))
 
 
-def _check(args: argparse.Namespace, examples: Sequence[PromptExample]) -> None:
+def _check(args: argparse.Namespace, examples: Sequence[Conversation]) -> None:
     """Check the flags before anything is loaded. Raises ConfigError."""
     _categories(args, examples)
     _parse_loads(args)
@@ -328,7 +327,7 @@ def _check(args: argparse.Namespace, examples: Sequence[PromptExample]) -> None:
         )
 
 
-def _categories(args: argparse.Namespace, examples: Sequence[PromptExample]) -> tuple[str, ...]:
+def _categories(args: argparse.Namespace, examples: Sequence[Conversation]) -> tuple[str, ...]:
     known = tuple(dict.fromkeys(example.category for example in examples)) or ALL_CATEGORIES
     if args.categories is None:
         return QUICK_CATEGORIES if args.quick and not examples else known

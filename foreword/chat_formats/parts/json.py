@@ -45,14 +45,13 @@ WHOLE_ESCAPES: Final = re.compile(
 ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
-def quoted(text: str) -> str:
-    """A text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def escape(text: str) -> str:
     """A text as it stands in a JSON string."""
-    return quoted(text)[1:-1]
+    return to_json(text)[1:-1]
 
 
 class Unescape:
@@ -152,10 +151,6 @@ class JsonCall(FormatPart):
         call_id = str(call.index) if self.id_is_local else call.id
         ids = {} if self.id_key is None else {self.id_key: call_id}
         return to_json(ids | given if self.id_first else given | ids)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _key(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Keyword arguments in syntaxes like Python's: what `python.py` and `bare.py` have in common."""
+"""Keyword arguments in Python's syntax, and in one with bare keys and quotes of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Self
 
 from foreword.chat_formats.call_grammar import (
+    ANY_TEXT,
     BLANK,
     KEY,
     OBJECT_KEYWORDS,
@@ -24,11 +26,22 @@ from foreword.chat_formats.call_grammar import (
     literal,
     read_properties,
     rule_suffix,
+    text_items,
 )
-from foreword.chat_formats.parts.json import JSON_NUMBER, LITERALS, MAX_LITERAL_CHARS, Unescape, quoted
+from foreword.chat_formats.parts.json import (
+    ESCAPED,
+    JSON_NUMBER,
+    LITERALS,
+    MAX_LITERAL_CHARS,
+    Unescape,
+    escape,
+    pass_string,
+    to_char,
+    to_json,
+)
 from foreword.chat_formats.parts.part import FormatPart
-from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait
-from foreword.chat_formats.tools import ANY_TYPES, resolve_reference
+from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait, stops_of
+from foreword.chat_formats.tools import ANY_TYPES, WrittenCall, resolve_reference
 from foreword.errors import InvalidRequest
 
 NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
@@ -39,11 +52,21 @@ OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
 COLON: Final = f":{BLANK}?"
 SCALAR: Final = re.compile("[^\\s,:=()\"'{}\\[\\]\ud800-\udfff]*+")
 
+# Strings of the grammar.
+PYTHON_STRING: Final = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})*'"
+JSON_STRING: Final = r'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
+# Of the parser.
+STRING_CHARS: Final = {quote: re.compile(rf"[^{quote}\\]*+") for quote in "'\""}
+ESCAPE: Final = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)?", re.DOTALL)
+MAX_ESCAPE_CHARS: Final = 10
+PYTHON_ESCAPED: Final = {**ESCAPED, "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 
+
+@dataclass(frozen=True, slots=True)
 class KeywordArguments(FormatPart):
     """Keyword arguments without what stands around them, separated by commas."""
 
-    __slots__ = ()
+    quote: str = ""  # of strings, beside those of JSON and Python
 
     assign: ClassVar[str]  # sign between key and value
     words: ClassVar[tuple[str, str, str]]  # true, false, null
@@ -51,11 +74,6 @@ class KeywordArguments(FormatPart):
     scalar: ClassVar[re.Pattern[str]]  # characters of an unquoted value
     separators: ClassVar[str]  # skipped between keys and values
     has_positional: ClassVar[bool]  # a value without a key belongs to the next property
-
-    @property
-    @abc.abstractmethod
-    def string_quote(self) -> str:
-        """The quote of strings that is not JSON's or Python's; empty if there is none."""
 
     @abc.abstractmethod
     def key_regex(self, key: str) -> str:
@@ -81,6 +99,122 @@ class KeywordArguments(FormatPart):
 
     def read(self, reader: CallReader, closer: str) -> Wait:
         return (yield from _read_keywords(reader, self, closer))
+
+
+@dataclass(frozen=True, slots=True)
+class PythonArguments(KeywordArguments):
+    """Keyword arguments without their parentheses: a='x', b=2, c=[True, None]."""
+
+    assign: ClassVar = "="
+    words: ClassVar = ("True", "False", "None")
+    any_key_regex: ClassVar = f"({PYTHON_STRING}|{JSON_STRING})"
+    scalar: ClassVar = SCALAR
+    separators: ClassVar = ",:="
+    has_positional: ClassVar = True
+
+    def key_regex(self, key: str) -> str:
+        return f"({literal(repr(key))}|{literal(json.dumps(key))})"
+
+    def string_rule(self, writer: GrammarWriter) -> str:
+        return f"/{PYTHON_STRING}|{JSON_STRING}/"
+
+    def constant_rule(self, writer: GrammarWriter, value: str) -> str:
+        return f"/{literal(repr(value))}|{literal(to_json(value))}/"
+
+    def pass_string(self, reader: CallReader, char: str, emit: Callable[[str], None]) -> Wait:
+        """A quote inside a string counts as its end only where a value may end."""
+        quote = char
+        is_long = yield from reader.at(quote * 3)
+        reader.position += 3 if is_long else 1
+        emit('"')
+        while True:
+            end = STRING_CHARS[quote].match(reader.buffer, reader.position).end()  # type: ignore[union-attr]
+            if end > reader.position:
+                emit(escape(reader.spell(reader.buffer[reader.position : end])))
+                reader.position = end
+            following = yield from reader.peek()
+            if not following:
+                return False
+            if following == "\\":
+                while len(reader.buffer) - reader.position < MAX_ESCAPE_CHARS and (yield from reader.wait()):
+                    pass
+                sequence = ESCAPE.match(reader.buffer, reader.position)
+                assert sequence is not None
+                reader.position = sequence.end()
+                emit(escape(reader.spell(_decode_escape(sequence[0]))))
+            elif following == quote:
+                if is_long:
+                    is_end = yield from reader.at(quote * 3)
+                else:
+                    is_end = yield from reader.is_followed(1, (",", ")", "]", "}", ":"))
+                reader.position += 3 if is_long and is_end else 1
+                if is_end:
+                    emit('"')
+                    return True
+                emit(escape(quote))
+
+    def write(self, call: WrittenCall) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+
+
+@dataclass(frozen=True, slots=True)
+class BareArguments(KeywordArguments):
+    """key:value pairs with bare keys, without their braces; strings between `quote`:
+
+    k:<escape>v<escape>,n:3,o:{p:[1,<escape>v<escape>]}
+    """
+
+    assign: ClassVar = ":"
+    words: ClassVar = ("true", "false", "null")
+    any_key_regex: ClassVar = KEY
+    scalar: ClassVar = re.compile("[^,{}\\[\\]\ud800-\udfff]*+")
+    separators: ClassVar = ",:='"
+    has_positional: ClassVar = False
+
+    def encode(self, encode: Callable[[str], str]) -> Self:
+        return replace(self, quote=encode(self.quote))
+
+    def key_regex(self, key: str) -> str:
+        return literal(key)
+
+    def string_rule(self, writer: GrammarWriter) -> str:
+        first = writer.marker(self.quote)[0]
+        if isinstance(first, str):
+            return f"{first} {ANY_TEXT} {first}"
+        return f"/{first.regex}/ {writer.lazy_rule('quoted', f'/(?s:.*){first.regex}/')}"
+
+    def constant_rule(self, writer: GrammarWriter, value: str) -> str:
+        quote = writer.marker(self.quote)
+        return join([*quote, *text_items(value), *quote])
+
+    def pass_string(self, reader: CallReader, char: str, emit: Callable[[str], None]) -> Wait:
+        if char == '"' and not (yield from reader.at(self.quote)):
+            reader.position += 1
+            emit('"')
+            is_closed = yield from pass_string(reader, emit)
+            emit('"' if is_closed else "")
+            return is_closed
+        reader.position += len(self.quote)
+        emit('"')
+        stops = stops_of(self.quote, any_marker=False)
+        stop = yield from reader.pass_until(stops, lambda text: emit(escape(reader.spell(text))))
+        if stop is None:
+            return False
+        reader.position += len(self.quote)
+        emit('"')
+        return True
+
+    def write(self, call: WrittenCall) -> str:
+        return ",".join(f"{key}:{self._write_value(value)}" for key, value in call.arguments.items())
+
+    def _write_value(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self.quote + value + self.quote
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._write_value(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(self._write_value, value)) + "]"
+        return to_json(value)
 
 
 class _KeywordGrammar:
@@ -212,7 +346,7 @@ def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> W
     """Read arguments up to the closer, which is not read. False if they are none."""
     tool, num_arguments, is_started = reader.tool, 0, False
     assert tool is not None
-    quote = part.string_quote
+    quote = part.quote
     keys = list((tool.parameters or {}).get("properties") or ())  # names of arguments by position
     while True:
         char = yield from reader.skip_space()
@@ -255,7 +389,7 @@ def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> W
         if not is_started:
             reader.start_call()
             is_started = True
-        reader.emit((", " if num_arguments else "{") + quoted(key) + ": ")
+        reader.emit((", " if num_arguments else "{") + to_json(key) + ": ")
         num_arguments += 1
         types = tool.argument_types(key)
         if word:
@@ -266,7 +400,7 @@ def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> W
 
 def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str]) -> Wait:
     """Pass on a value as JSON. False if the answer ends before it does."""
-    quote = part.string_quote
+    quote = part.quote
     closers: list[str] = []
     is_first, is_value = True, False
     while char := (yield from reader.skip_space()):
@@ -299,7 +433,7 @@ def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str
                     return False
             else:
                 word = (yield from reader.read_run(SCALAR if is_key else part.scalar)).rstrip()
-                reader.emit(quoted(word) if is_key else _scalar_to_json(word, types))
+                reader.emit(to_json(word) if is_key else _scalar_to_json(word, types))
             if is_key:
                 reader.emit(": ")
                 is_value = True
@@ -314,7 +448,7 @@ def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str
 def _scalar_to_json(text: str, types: frozenset[str] = ANY_TYPES) -> str:
     """An unquoted value of Python's or a bare syntax. What is no number or literal is a string."""
     if types == {"string"}:
-        return quoted(text)
+        return to_json(text)
     if text in LITERALS:
         return LITERALS[text]
     if JSON_NUMBER.fullmatch(text):
@@ -327,4 +461,13 @@ def _scalar_to_json(text: str, types: frozenset[str] = ANY_TYPES) -> str:
                 continue
             if math.isfinite(number):
                 return json.dumps(number)
-    return quoted(text)
+    return to_json(text)
+
+
+def _decode_escape(text: str) -> str:
+    """The text of an escape sequence in a Python string; an invalid one is text."""
+    if text[1:2] in "01234567" and len(text) > 1:
+        return to_char(text[1:], 8)
+    if text[1:2] in ("x", "u", "U") and len(text) > 2:
+        return to_char(text[2:])
+    return PYTHON_ESCAPED.get(text[1:], text)

@@ -1,6 +1,6 @@
 """A part of a chat format: one kind of text in a call, with its grammar, its reader and its writer.
 
-Here are the plainest kinds: whitespace, headers, the name of a tool and the id of a call.
+Here are the plainest kinds: headers, the name of a tool and the id of a call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
 
-from foreword.chat_formats.call_grammar import GrammarWriter, Item, Text, ToolItems, literal, space, tool_name
+from foreword.chat_formats.call_grammar import GrammarWriter, Item, Text, ToolItems, literal, tool_name
 from foreword.chat_formats.stream_reader import CallReader, Wait
 from foreword.chat_formats.tools import WrittenCall
 
@@ -42,23 +42,10 @@ class FormatPart(abc.ABC):
         """The text that the family's template writes for a call."""
 
 
-Part = str | FormatPart  # a text, or a part of another kind
-
-
-@dataclass(frozen=True, slots=True)
-class Space(FormatPart):
-    """Optional whitespace; `usual` is what the family's template writes.
-
-    The parser takes whitespace between any two parts, so there is nothing to read.
-    """
-
-    usual: str = ""
-
-    def grammar(self, writer: GrammarWriter) -> list[Item | ToolItems]:
-        return [space(self.usual)]
-
-    def write(self, call: WrittenCall) -> str:
-        return self.usual
+# A text, or a part of another kind. Texts of whitespace are optional, and nothing to read: the parser takes
+# whitespace between any two parts.
+Part = str | FormatPart
+SPACE: Final = ""  # optional whitespace of which the family's template writes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +62,6 @@ class Header(FormatPart):
 
     def write(self, call: WrittenCall) -> str:
         return self.usual
-
-
-SPACE: Final = Space()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from foreword.chat_formats.call_grammar import (
     space,
     text_items,
 )
-from foreword.chat_formats.parts.json import LITERALS, MAX_LITERAL_CHARS, escape, quoted, to_json
+from foreword.chat_formats.parts.json import LITERALS, MAX_LITERAL_CHARS, escape, to_json
 from foreword.chat_formats.parts.part import FormatPart
 from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait, stops_of
 from foreword.chat_formats.tools import (
@@ -279,7 +279,7 @@ def _read_elements(reader: CallReader, part: TaggedArguments, closer: str) -> Wa
                 types = frozenset({"string"}) if 'string="true"' in (header or "") else types - {"string"}
             elif part.value_begin:
                 yield from reader.read_text(part.value_begin)
-            reader.emit((", " if num_arguments else "") + quoted(key) + ": ")
+            reader.emit((", " if num_arguments else "") + to_json(key) + ": ")
             num_arguments += 1
             if not (yield from _read_value(reader, part, closer, types or ANY_TYPES)):
                 return True
@@ -289,7 +289,7 @@ def _read_elements(reader: CallReader, part: TaggedArguments, closer: str) -> Wa
             return True
         else:  # no argument: skip it
             reader.num_parse_errors += 1
-            yield from reader.pass_until(stops_of(part.key_begin, closer), _ignore)
+            yield from reader.pass_until(stops_of(part.key_begin, closer), lambda _: None)
 
 
 def _read_value(reader: CallReader, part: TaggedArguments, closer: str, types: frozenset[str]) -> Wait:
@@ -407,8 +407,4 @@ class RawValue:
         elif not self._may_be_string and not stripped and "null" in self._others:
             self._emit("null")
         else:
-            self._emit(json.dumps(text, ensure_ascii=False))
-
-
-def _ignore(_: str) -> None:
-    pass
+            self._emit(to_json(text))

@@ -5,10 +5,9 @@ from random import Random
 
 import pytest
 
-from foreword.bench.agent.edits import Edit, Editor
 from foreword.bench.agent.sources import Sources
 from foreword.bench.agent.styles import ALL_TOOLS, HELD_OUT, SETS, TUNING
-from foreword.bench.agent.workload import MAX_STEPS, MIN_STEPS, make_script
+from foreword.bench.agent.workload import MAX_STEPS, MIN_STEPS, Edit, Editor, make_script
 from tests.support.budget import some_of
 
 

@@ -20,7 +20,7 @@ import h11
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from foreword.cli.uvicorn_server import UvicornServer
+from foreword.cli.uvicorn_server import run_uvicorn
 from foreword.config.options import Config
 from foreword.errors import ShuttingDown
 from foreword.server.http import bounded_connections as connections
@@ -351,7 +351,7 @@ async def test_other_connections_are_served_between_two_reads() -> None:
     received = connections.TimeoutH11Protocol.data_received
     loop = asyncio.get_running_loop()
     listener = socket.create_server(("127.0.0.1", 0))
-    async with UvicornServer(connections.uvicorn_config(app, Config()), listener):
+    async with run_uvicorn(connections.uvicorn_config(app, Config()), listener):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(connections.TimeoutH11Protocol, "data_received", record)
             _, writer = await asyncio.open_connection(*listener.getsockname())
@@ -486,9 +486,12 @@ def test_request_of_a_new_connection_is_answered_at_shutdown(monkeypatch: pytest
 
     async def ask() -> bytes:
         listener = socket.create_server(("127.0.0.1", 0))
-        async with UvicornServer(connections.uvicorn_config(refuse, Config()), listener) as server:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(
+                run_uvicorn(connections.uvicorn_config(refuse, Config()), listener)
+            )
             reader, writer = await asyncio.open_connection(*listener.getsockname())
-            ending = asyncio.create_task(server.__aexit__(None, None, None))
+            ending = asyncio.create_task(stack.aclose())
             while listener.fileno() >= 0:  # until the server stops to listen
                 await asyncio.sleep(0)
             writer.write(full_request())
