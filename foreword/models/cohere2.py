@@ -22,10 +22,9 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
+from foreword.models.deepseek_v2 import NAMES, read_mlp_types
 from foreword.models.expert_weights import MoEConfig
-from foreword.models.glm4_moe import NAMES
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.mellum import read_mlp_types
 from foreword.weights.config_reader import ConfigReader
 
 LOGIT_SCALE = 0.0625

@@ -11,7 +11,7 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_window,
 )
-from foreword.models.glm4_moe import read_routed_moe
+from foreword.models.deepseek_v2 import read_shared_moe
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
@@ -38,5 +38,5 @@ class Dots1(Llama):
             out_bias=bias,
             qk_norm=QKNorm(),
         )
-        moe = read_routed_moe(config, num_dense=0, renormalize=False, num_shared=0)
+        moe = read_shared_moe(config, renormalize=False, num_shared=0)
         return replace(base, moe=moe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -15,8 +14,7 @@ from foreword.models.decoder_config import (
     read_local_and_global_rope,
     read_window,
 )
-from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
+from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2, apply_gemma_options
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW_PERIOD = 6  # every n-th layer is global
@@ -24,7 +22,7 @@ GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
 
-class Gemma3Text(Decoder):
+class Gemma3Text(Gemma2):
     """Local layers have a window and their own RoPE; RoPE scaling applies to global layers."""
 
     @classmethod
@@ -56,7 +54,3 @@ class Gemma3Text(Decoder):
             attn_softcap=config.get_optional_float("attn_logit_softcapping"),
             logit_softcap=config.get_optional_float("final_logit_softcapping"),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return Gemma2Layer(builder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foreword.layers.rope import RopeConfig
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,8 +12,7 @@ from foreword.models.decoder_config import (
     read_num_layers,
     read_rope,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 EPS = 1e-5
@@ -29,7 +27,7 @@ UNUSED_OPTIONS = (
 UNUSED_ROPE_OPTIONS = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 
 
-class HunyuanDense(Decoder):
+class HunyuanDense(Llama):
     """Hunyuan 0.5B to 7B and Hunyuan-MT."""
 
     @classmethod
@@ -49,10 +47,6 @@ class HunyuanDense(Decoder):
             out_bias=bias,
             qk_norm=QKNorm(("query_layernorm", "key_layernorm"), after_rope=True),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 def _read_rope(config: ConfigReader) -> RopeConfig:

@@ -13,9 +13,9 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_local_and_global_rope,
     read_moe_config,
-    read_num_layers,
     read_window,
 )
+from foreword.models.deepseek_v2 import read_mlp_types
 from foreword.models.expert_weights import ExpertNames
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
@@ -23,7 +23,6 @@ from foreword.weights.config_reader import ConfigReader
 HEAD_DIM = 128
 WINDOW = 1024
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 500_000.0
-MLP_TYPES = ("dense", "sparse")
 
 
 class Mellum(Llama):
@@ -56,14 +55,3 @@ class Mellum(Llama):
             has_experts=read_mlp_types(config),
         )
         return replace(base, moe=moe)
-
-
-def read_mlp_types(config: ConfigReader, num_dense: int = 0) -> list[bool]:
-    """Whether each layer has experts: from `mlp_layer_types`, or else all but the first `num_dense`."""
-    num_layers = read_num_layers(config)
-    default = [MLP_TYPES[index >= num_dense] for index in range(num_layers)]
-    types = config.get_strs("mlp_layer_types", num_layers) or default
-    unknown = next((item for item in types if item not in MLP_TYPES), None)
-    if unknown is not None:
-        raise config.error("mlp_layer_types", f"has {unknown!r}; known: {', '.join(MLP_TYPES)}")
-    return [item == "sparse" for item in types]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -12,15 +11,14 @@ from foreword.models.decoder_config import (
     read_num_layers,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.models.mixtral import NAMES
 from foreword.weights.config_reader import ConfigReader
 
 JITTER = 0.01  # of training: logits that it could exchange are near each other
 
 
-class PhiMoe(Decoder):
+class PhiMoe(Llama):
     """A window, if any, is in all layers."""
 
     @classmethod
@@ -46,7 +44,3 @@ class PhiMoe(Decoder):
             head_bias=config.get_bool("lm_head_bias", False),
             moe=replace(moe, experts=replace(moe.experts, tolerance=tolerance)),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 
 
-class Qwen3(Decoder):
+class Qwen3(Llama):
     """The default head size is 128 for any hidden_size."""
 
     @classmethod
@@ -29,7 +27,3 @@ class Qwen3(Decoder):
             out_bias=bias,
             qk_norm=QKNorm(),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

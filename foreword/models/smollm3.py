@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -14,15 +13,14 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 NO_ROPE_INTERVAL = 4  # every n-th layer has no RoPE
 THETA = 2_000_000.0
 
 
-class SmolLM3(Decoder):
+class SmolLM3(Llama):
     """Windows, if enabled, are in the layers without RoPE."""
 
     @classmethod
@@ -49,10 +47,6 @@ class SmolLM3(Decoder):
             mlp_bias=config.get_bool("mlp_bias", False),
             tie_word_embeddings=True,
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 def _read_rope_layers(config: ConfigReader) -> tuple[bool, ...]:
