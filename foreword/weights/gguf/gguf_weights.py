@@ -204,7 +204,7 @@ class GGUFWeights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
-        info = self.lookup(name, shape)
+        info = self.check_shape(name, shape)
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
         self.num_parameters += info.num_values
@@ -215,7 +215,7 @@ class GGUFWeights:
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         """Matrices as they are in the file; their pages are released at the end."""
-        infos = {name: self.lookup(name, (size, in_features)) for name, size in out_features.items()}
+        infos = {name: self.check_shape(name, (size, in_features)) for name, size in out_features.items()}
         yield [self._matrix(name, info) for name, info in infos.items()]
         for info in infos.values():
             self._release(info)
@@ -226,12 +226,16 @@ class GGUFWeights:
     @contextmanager
     def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
         """One matrix as it is in the file; its pages are released at the end."""
-        info = self.lookup(name, shape).part(index)
+        info = self.check_shape(name, shape).part(index)
         yield self._matrix(name, info)
         self._release(info)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._gguf.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -246,7 +250,7 @@ class GGUFWeights:
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
-    def lookup(self, name: str, shape: Sequence[int]) -> TensorInfo:
+    def check_shape(self, name: str, shape: Sequence[int]) -> TensorInfo:
         """The tensor's entry in the header. Raises CheckpointError if it is missing or has another shape."""
         info = self._find(name)
         if info is None:
