@@ -11,11 +11,7 @@ from types import MappingProxyType
 
 from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.module_patterns import NamePattern, find_first
-from foreword.weights.quantized.awq import AWQ
-from foreword.weights.quantized.compressed_tensors import PackedInts, PlainInts
-from foreword.weights.quantized.float8 import Float8
-from foreword.weights.quantized.gptq import GPTQ
-from foreword.weights.quantized.scheme import Scheme
+from foreword.weights.quantized.scheme import AWQ, GPTQ, Float8, PackedInts, PlainInts, Scheme
 
 logger = logging.getLogger(__name__)
 
