@@ -19,11 +19,11 @@ from foreword.models.architectures import ALIASES, ARCHITECTURES, read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision
-from foreword.models.vision.llava import Llava
-from foreword.models.vision.llava_next import LlavaNext
-from foreword.models.vision.qwen2_5_vl import Qwen25VL
-from foreword.models.vision.qwen2_vl import Qwen2VL
-from foreword.models.vision.qwen3_vl import Qwen3VL
+from foreword.models.vision.llava import read_llava
+from foreword.models.vision.llava_next import read_llava_next
+from foreword.models.vision.qwen2_5_vl import read_qwen2_5_vl
+from foreword.models.vision.qwen2_vl import read_qwen2_vl
+from foreword.models.vision.qwen3_vl import read_qwen3_vl
 from foreword.models.vision.vision_model import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader, read_json
@@ -47,13 +47,13 @@ from foreword.weights.safetensors_weights import SafetensorsWeights
 from foreword.weights.trained_heads import MTPNames, brings_mtp_head
 from foreword.weights.unsupported_families import describe_checkpoint
 
-VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
+VISION_MODELS: Mapping[str, Callable[[ConfigReader, Path], VisionModel]] = MappingProxyType(
     {
-        "llava": Llava,
-        "llava_next": LlavaNext,
-        "qwen2_vl": Qwen2VL,
-        "qwen2_5_vl": Qwen25VL,
-        "qwen3_vl": Qwen3VL,
+        "llava": read_llava,
+        "llava_next": read_llava_next,
+        "qwen2_vl": read_qwen2_vl,
+        "qwen2_5_vl": read_qwen2_5_vl,
+        "qwen3_vl": read_qwen3_vl,
     }
 )
 # Multimodal checkpoints whose text alone runs here, and the prefixes of their tensors in files
@@ -265,7 +265,7 @@ class _Folder(_Checkpoint):
     def rename(self, weights: Weights, names: frozenset[str]) -> Weights:
         """Weights by the names that our models use; `names` are those in the files."""
         if self.vision is not None:
-            return MultipartWeights(weights, names, self.vision.WEIGHT_PREFIXES)
+            return MultipartWeights(weights, names, self.vision.weight_prefixes)
         prefixes = TEXT_PREFIXES if self.name in TEXT_MODELS else self.architecture.WEIGHT_PREFIXES
         if prefixes:
             return MultipartWeights(weights, names, prefixes)
@@ -379,7 +379,7 @@ def _open_folder(path: Path) -> _Folder:
     elif not isinstance(model_type, str) or model_type not in VISION_MODELS:
         decoder = _read_known_decoder(reader)
     else:
-        vision = VISION_MODELS[model_type].from_config(reader, path)
+        vision = VISION_MODELS[model_type](reader, path)
         decoder = vision.decoder_type, vision.decoder_config
         reader.check_all_read()
     return _Folder(path, *decoder, vision, str(model_type), quantization)

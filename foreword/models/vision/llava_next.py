@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from torch import Tensor
 from foreword.core.images import PromptImage, Size, compute_tiling
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.decoder import Decoder
-from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
-from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava_config
+from foreword.models.interfaces import Precision
+from foreword.models.vision.llava import LlavaConfig, LlavaTower, read_llava_model
+from foreword.models.vision.vision_model import BuildTower, VisionModel
 from foreword.weights.config_reader import ConfigReader
 
 DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
@@ -62,32 +61,17 @@ class LlavaNextTower(LlavaTower):
         return torch.cat((overview, lines.flatten(0, 1)))
 
 
-class LlavaNext(Llava):
+def read_llava_next(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `llava_next`"""
+    config.require_value("use_image_newline_parameter", True)
 
-    def __init__(
-        self,
-        decoder_type: type[Decoder],
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: LlavaConfig,
-        resolutions: Sequence[Size],
-    ) -> None:
-        super().__init__(decoder_type, decoder_config, image_token_id, config)
-        self._resolutions = resolutions
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        config.require_value("use_image_newline_parameter", True)
-        decoder_type, decoder, image_token_id, llava = read_llava_config(config, path)
+    def make_tower(llava: LlavaConfig) -> BuildTower:
         if llava.tokens_per_tile != llava.vit.patches_per_side**2:
             reason = "must leave exactly the patches of a tile: LLaVA-NeXT joins them by position"
             raise config.error("vision_feature_select_strategy", reason)
-        resolutions = _read_resolutions(config, llava.vit.image_size)
-        return cls(decoder_type, decoder, image_token_id, llava, resolutions)
+        return partial(LlavaNextTower, llava, _read_resolutions(config, llava.vit.image_size))
 
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        return LlavaNextTower(self.config, self._resolutions, ops, precision, weights, device)
+    return read_llava_model(config, path, make_tower)
 
 
 def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:

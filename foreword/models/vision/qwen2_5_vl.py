@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
 
 from foreword.kernels.ops import Ops
 from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
-from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
+from foreword.models.interfaces import Precision
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.qwen_config import (
-    QWEN_WEIGHT_PREFIXES,
+    make_qwen_model,
     read_block_indexes,
     read_hidden_size,
     read_qwen2_decoder,
-    read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
@@ -93,42 +91,21 @@ class Qwen25VLTower(QwenTower):
         return RMSNorm(self.ops, weights.tensor(f"{name}.weight", self.config.hidden_size), self.EPS)
 
 
-class Qwen25VL(VisionModel):
+def read_qwen2_5_vl(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `qwen2_5_vl`"""
-
-    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
-
-    def __init__(
-        self,
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: QwenTowerConfig,
-        window_config: WindowConfig,
-    ) -> None:
-        super().__init__(Qwen2, decoder_config, image_token_id)
-        self.config = config
-        self.window_config = window_config
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
-        vision.get_choice("hidden_act", GATED_ACTIVATIONS, "silu")
-        tower = read_qwen_tower_config(
-            vision,
-            decoder,
-            path,
-            hidden_size=read_hidden_size(vision, "hidden_size", 3584),
-            intermediate_size=read_hidden_size(vision, "intermediate_size", 3420),
-            out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
-            activation="silu",
-        )
-        windows = _read_window_config(vision, tower)
-        vision.check_all_read()
-        return cls(decoder, read_qwen_image_token_id(config, decoder), tower, windows)
-
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        tower = weights.prefixed("visual.")
-        return Qwen25VLTower(self.config, self.window_config, ops, precision, tower, device)
+    decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
+    vision.get_choice("hidden_act", GATED_ACTIVATIONS, "silu")
+    tower = read_qwen_tower_config(
+        vision,
+        decoder,
+        path,
+        hidden_size=read_hidden_size(vision, "hidden_size", 3584),
+        intermediate_size=read_hidden_size(vision, "intermediate_size", 3420),
+        out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
+        activation="silu",
+    )
+    windows = _read_window_config(vision, tower)
+    return make_qwen_model(config, vision, Qwen2, decoder, partial(Qwen25VLTower, tower, windows))
 
 
 def _read_window_config(vision: ConfigReader, tower: QwenTowerConfig) -> WindowConfig:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from foreword.kernels.ops import Ops
 from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
+from foreword.models.interfaces import Precision
 from foreword.models.qwen3 import Qwen3
 from foreword.models.vision.qwen_config import (
-    QWEN_WEIGHT_PREFIXES,
+    make_qwen_model,
     read_block_indexes,
     read_hidden_size,
     read_qwen3_decoder,
-    read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
@@ -60,7 +59,7 @@ class Qwen3VLTower(QwenTower):
         self._deepstack = deepstack
         super().__init__(config, ops, precision, weights, device)
         self._pos_embed = weights.tensor(
-            "pos_embed.weight", deepstack.positions_per_side**2, config.hidden_size
+            "visual.pos_embed.weight", deepstack.positions_per_side**2, config.hidden_size
         )
 
     def build_block(self, weights: Weights) -> VisionBlock:
@@ -109,42 +108,22 @@ def _interpolation_weights(positions: Tensor, size: int, side: int) -> list[tupl
     return [(lower.long(), 1 - (exact - lower)), (upper.long(), exact - lower)]
 
 
-class Qwen3VL(VisionModel):
+def read_qwen3_vl(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `qwen3_vl`"""
-
-    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
-
-    def __init__(
-        self,
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: QwenTowerConfig,
-        deepstack: DeepStackConfig,
-    ) -> None:
-        super().__init__(Qwen3, decoder_config, image_token_id)
-        self.config = config
-        self.deepstack = deepstack
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        decoder, vision = read_qwen3_decoder(config), read_vision_config(config)
-        tower = read_qwen_tower_config(
-            vision,
-            decoder,
-            path,
-            depth=27,
-            hidden_size=read_hidden_size(vision, "hidden_size", 1152),
-            intermediate_size=read_hidden_size(vision, "intermediate_size", 4304),
-            out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
-            patch_size=16,
-            activation="gelu_pytorch_tanh",
-        )
-        depths = _read_deepstack(vision, tower, decoder)
-        vision.check_all_read()
-        return cls(decoder, read_qwen_image_token_id(config, decoder), tower, depths)
-
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        return Qwen3VLTower(self.config, self.deepstack, ops, precision, weights.prefixed("visual."), device)
+    decoder, vision = read_qwen3_decoder(config), read_vision_config(config)
+    tower = read_qwen_tower_config(
+        vision,
+        decoder,
+        path,
+        depth=27,
+        hidden_size=read_hidden_size(vision, "hidden_size", 1152),
+        intermediate_size=read_hidden_size(vision, "intermediate_size", 4304),
+        out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
+        patch_size=16,
+        activation="gelu_pytorch_tanh",
+    )
+    depths = _read_deepstack(vision, tower, decoder)
+    return make_qwen_model(config, vision, Qwen3, decoder, partial(Qwen3VLTower, tower, depths))
 
 
 def _read_deepstack(

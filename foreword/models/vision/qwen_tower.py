@@ -247,6 +247,7 @@ class QwenTower(ABC):
     def __init__(
         self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str
     ) -> None:
+        weights = weights.prefixed("visual.")
         self.config = config
         self.ops = ops
         self.weight_format = unquantized_format(precision)
