@@ -38,7 +38,7 @@ class DeepseekV2(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `deepseek_v2`"""
         base = read_latent_decoder(config, "deepseek_v2", read_latent_shape(config))
-        method = config.get_choice("topk_method", {name: name for name in (GREEDY, GROUP_LIMITED)}, GREEDY)
+        method = config.get_choice("topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
         for key in ("n_group", "topk_group"):
             config.get(key, None)  # without effect on a greedy choice
         moe = read_shared_moe(
@@ -97,14 +97,13 @@ def read_latent_decoder(
     config.require_value("num_key_value_heads", heads)
     config.require_value("head_dim", head_dim or shape.qk_rope_head_dim)
     rope = rope or read_rope(config, shape.qk_rope_head_dim, context_length)
-    bias, layers = config.get_bool("attention_bias", False), read_num_layers(config)
+    layers = read_num_layers(config)
     base = read_decoder_config(
         config,
         architecture,
         layer_types=[LayerType(None, rope)] * layers,
         head_dim=head_dim or shape.qk_rope_head_dim,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         eps=eps,
     )
     scale = yarn_mscale(rope) ** 2 / math.sqrt(shape.qk_head_dim)

@@ -28,7 +28,6 @@ class Gemma3Text(Gemma2):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma3_text`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         period = config.get_int("sliding_window_pattern", WINDOW_PERIOD)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % period != 0)
@@ -43,8 +42,7 @@ class Gemma3Text(Gemma2):
             "gemma3_text",
             layer_types=[LayerType(window, local_rope if window else global_rope) for window in windows],
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
             activation_key="hidden_activation",
             tie_word_embeddings=True,

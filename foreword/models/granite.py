@@ -28,9 +28,8 @@ class Granite(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `granite`"""
-        bias = config.get_bool("attention_bias", False)
         mlp_bias = config.get_bool("mlp_bias", False)
-        base = read_decoder_config(config, "granite", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+        base = read_decoder_config(config, "granite", bias_key="attention_bias", mlp_bias=mlp_bias)
         residual_multiplier = config.get_float("residual_multiplier", 1.0)
         return replace(
             base,

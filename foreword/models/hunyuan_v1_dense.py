@@ -37,14 +37,12 @@ class HunyuanDense(Llama):
             config.require_value(key, value)
         for key in UNUSED_OPTIONS:
             config.get(key, None)
-        bias = config.get_bool("attention_bias", False)
         return read_decoder_config(
             config,
             "hunyuan_v1_dense",
             layer_types=[LayerType(None, _read_rope(config))] * read_num_layers(config),
             eps=EPS,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(("query_layernorm", "key_layernorm"), after_rope=True),
         )
 

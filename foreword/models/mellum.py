@@ -31,7 +31,6 @@ class Mellum(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `mellum`"""
-        bias = config.get_bool("attention_bias", False)
         windows = read_layer_windows(config, read_window(config, WINDOW), lambda index: False)
         local, full = read_local_and_global_rope(
             config, read_head_dim(config, HEAD_DIM), LOCAL_THETA, GLOBAL_THETA
@@ -43,8 +42,7 @@ class Mellum(Llama):
             "mellum",
             layer_types=[LayerType(window, local if window else full) for window in windows],
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
         moe = read_moe_config(

@@ -26,7 +26,6 @@ class Olmo3(Olmo2):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `olmo3`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % WINDOW_PERIOD != 0)
         theta = config.get_float("rope_theta", THETA)
@@ -36,7 +35,6 @@ class Olmo3(Olmo2):
             "olmo3",
             layer_types=[LayerType(window, local_rope if window else global_rope) for window in windows],
             eps=EPS,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(all_heads=True),
         )

@@ -16,8 +16,7 @@ class Olmoe(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `olmoe`"""
-        bias = config.get_bool("attention_bias", False)
         qk_norm = QKNorm(all_heads=True)
-        base = read_decoder_config(config, "olmoe", eps=1e-5, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
+        base = read_decoder_config(config, "olmoe", eps=1e-5, bias_key="attention_bias", qk_norm=qk_norm)
         renormalize = config.get_bool("norm_topk_prob", False)
         return replace(base, moe=read_moe_config(config, ExpertNames(), renormalize=renormalize))

@@ -25,13 +25,12 @@ class PhiMoe(Llama):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `phimoe`"""
         config.require_value("num_experts_per_tok", 2)
-        bias, window = config.get_bool("attention_bias", False), read_window(config)
+        window = read_window(config)
         base = read_decoder_config(
             config,
             "phimoe",
             windows=(window,) * read_num_layers(config),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             eps=1e-5,
             theta=1e6,
         )

@@ -16,14 +16,12 @@ class Qwen3(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3`"""
-        bias = config.get_bool("attention_bias", False)
         windows = read_qwen_layer_windows(config)
         return read_decoder_config(
             config,
             "qwen3",
             windows=windows,
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )

@@ -32,7 +32,6 @@ class Qwen3Moe(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3_moe`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config)
         if not config.get_bool("use_sliding_window", False):
             window = None
@@ -47,8 +46,7 @@ class Qwen3Moe(Llama):
             config,
             "qwen3_moe",
             windows=(window,) * read_num_layers(config),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
         moe = read_moe_config(

@@ -33,7 +33,6 @@ class SmolLM3(Llama):
         windows = read_layer_windows(config, window, lambda i: window is not None and not has_rope[i])
         context_length = config.get_int("max_position_embeddings")
         rope = read_rope(config, read_head_dim(config), context_length, THETA)
-        bias = config.get_bool("attention_bias", False)
         config.get("max_window_layers", None)  # without effect in this architecture
         return read_decoder_config(
             config,
@@ -42,8 +41,7 @@ class SmolLM3(Llama):
                 LayerType(window, rope if rotates else NO_ROPE)
                 for window, rotates in zip(windows, has_rope, strict=True)
             ],
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             tie_word_embeddings=True,
         )

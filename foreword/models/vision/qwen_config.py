@@ -64,15 +64,13 @@ def read_qwen3_decoder(config: ConfigReader) -> DecoderConfig:
         raise config.error("text_config", "is missing")
     context_length = text.get_int("max_position_embeddings")
     rope = read_rope(text, read_head_dim(text, HEAD_DIM), context_length, QWEN3_THETA, QWEN3_MROPE_SECTIONS)
-    bias = text.get_bool("attention_bias", False)
     layer_types = [LayerType(window, rope) for window in read_qwen_layer_windows(text)]
     decoder = read_decoder_config(
         text,
         "qwen3_vl",
         layer_types=layer_types,
         head_dim=HEAD_DIM,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         qk_norm=QKNorm(),
     )
     return _merge_text_config(config, text, decoder)
