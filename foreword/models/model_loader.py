@@ -111,11 +111,6 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     return open_checkpoint(path).read_info(gguf_dequantize)
 
 
-def read_shape(path: Path) -> Decoder:
-    """The decoder of a checkpoint, without its tensors. Raises CheckpointError."""
-    return open_checkpoint(path).build_shape()
-
-
 def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
     """Compare names and shapes in the headers of a checkpoint's files with what the model loads.
 
@@ -123,7 +118,7 @@ def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
     """
     checkpoint = open_checkpoint(path)
     files = checkpoint.open_files(gguf_dequantize)
-    weights = checkpoint.rename(HeaderWeights(files.check_shape, files.has), files.names)
+    weights = checkpoint.rename(HeaderWeights(files), files.names)
     checkpoint.build_shape(weights)
     files.check_all_read(checkpoint.ignored_names(weights, files.names))
     return files.num_bytes
@@ -233,7 +228,7 @@ class _Folder(_Checkpoint):
             info = self.build_shape().info
         else:
             files = QuantizedWeights(self.path, self.quantization)
-            weights = self.rename(HeaderWeights(files.check_shape, files.has), files.names)
+            weights = self.rename(HeaderWeights(files), files.names)
             info = files.with_memory_info(self.build_shape(weights).info)
         return replace(info, unused_parts=self._describe_unused())
 

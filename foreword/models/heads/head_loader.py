@@ -25,7 +25,6 @@ from foreword.models.model_loader import (
     INFO_MAX_MODEL_LEN,
     open_checkpoint,
     open_device_loader,
-    read_shape,
 )
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader, read_json
@@ -75,7 +74,7 @@ def read_head_info(
     path: Path, target_path: Path, dummy: bool = False, gguf_dequantize: bool = False
 ) -> ModelInfo:
     """Read configs and file headers, and check that the head fits the target. Raises CheckpointError."""
-    target = read_shape(target_path)
+    target = open_checkpoint(target_path).build_shape()
     if path == target_path:
         files = _dummy_mtp_files(target, "cpu") if dummy else _open_mtp_files(path, gguf_dequantize)
     else:
@@ -154,8 +153,7 @@ def _open_mtp_files(
 ) -> _HeadFiles:
     head = open_checkpoint(path).open_mtp_head(gguf_dequantize, device_loader)
     files, check_all_read = head.files, partial(head.files.check_all_read, head.others)
-    headers = HeaderWeights(files.check_shape, files.has)
-    return _HeadFiles(head.names, files, headers, check_all_read, describe=head.with_memory_info)
+    return _HeadFiles(head.names, files, HeaderWeights(files), check_all_read, describe=head.with_memory_info)
 
 
 def _dummy_mtp_files(target: Decoder, device: str) -> _HeadFiles:
@@ -174,9 +172,8 @@ def _open_files(
     if not is_gguf(path):
         config = _read_config(path)
         files = SafetensorsWeights(path, progress, device_loader)
-        headers = HeaderWeights(files.check_shape, files.has)
         check_all_read = partial(files.check_all_read, UNUSED_TENSORS)
-        return _HeadFiles(config, files, headers, check_all_read, _read_vocab_ids(config, files))
+        return _HeadFiles(config, files, HeaderWeights(files), check_all_read, _read_vocab_ids(config, files))
     if head_method(path) != "eagle3":
         raise CheckpointError(f"{path}: a DFlash head in GGUF: only safetensors are read", "draft_model")
     gguf = open_gguf(path)
@@ -185,9 +182,8 @@ def _open_files(
     config = Eagle3Config.read(ConfigReader(_read_eagle3_options(gguf, layer, ids), str(path)))
     heads = config.layer.num_heads, config.layer.kv_shapes[0].heads
     weights = GGUFWeights(layer, heads, gguf_dequantize, progress, device_loader)
-    headers = HeaderWeights(weights.check_shape, weights.has)
     vocab_ids, describe = None if ids is None else _read_ids(ids), partial(with_memory_info, gguf=layer)
-    return _HeadFiles(config, weights, headers, weights.check_all_read, vocab_ids, describe)
+    return _HeadFiles(config, weights, HeaderWeights(weights), weights.check_all_read, vocab_ids, describe)
 
 
 def _read_eagle3_options(gguf: GGUFFile, layer: GGUFFile, ids: TensorInfo | None) -> dict[str, Any]:

@@ -148,8 +148,7 @@ def read_llava_model(
         config.get(key, None)
     decoder_type, decoder = _read_text_decoder(config)
     vit_type, vit = _read_vit(config)
-    strategies = {name: name for name in NUM_DROPPED_ROWS}
-    strategy = config.get_choice("vision_feature_select_strategy", strategies, "default")
+    strategy = config.get_choice("vision_feature_select_strategy", tuple(NUM_DROPPED_ROWS), "default")
     llava = LlavaConfig(
         vit_type=vit_type,
         vit=vit,
@@ -196,7 +195,7 @@ def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConf
 def _read_vit(config: ConfigReader) -> tuple[type[VisionTransformer], ViTConfig]:
     source = f"{config.source}: vision_config"
     vision = config.get_section("vision_config") or ConfigReader(DEFAULT_VISION_CONFIG, source)
-    name = vision.get_choice("model_type", {name: name for name in VIT_TYPES}, "clip_vision_model")
+    name = vision.get_choice("model_type", tuple(VIT_TYPES), "clip_vision_model")
     vit = VIT_TYPES[name].read_config(vision)
     vision.check_all_read()
     return VIT_TYPES[name], vit

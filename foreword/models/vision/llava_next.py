@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foreword.core.images import PromptImage, Size, compute_tiling
+from foreword.core.images import (
+    DEFAULT_PINPOINTS,
+    MAX_TILES,
+    PromptImage,
+    Size,
+    compute_tiling,
+    parse_pinpoints,
+)
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.interfaces import Precision
 from foreword.models.vision.llava import LlavaConfig, LlavaTower, read_llava_model
 from foreword.models.vision.vision_model import BuildTower, VisionModel
 from foreword.weights.config_reader import ConfigReader
-
-DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-MAX_PINPOINTS = 1024
-MAX_TILES = 1024
 
 
 class LlavaNextTower(LlavaTower):
@@ -84,23 +87,11 @@ def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
 def _read_resolutions(config: ConfigReader, tile_size: int) -> tuple[Size, ...]:
     """Read `image_grid_pinpoints`: (height, width) pairs."""
     value = config.get("image_grid_pinpoints", DEFAULT_PINPOINTS)
-    if (
-        not isinstance(value, list)
-        or not 1 <= len(value) <= MAX_PINPOINTS
-        or not all(_is_resolution(pinpoint, tile_size) for pinpoint in value)
-    ):
+    resolutions = parse_pinpoints(value, tile_size)
+    if not resolutions:
         raise config.error(
             "image_grid_pinpoints",
             f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} "
             f"tiles at most, got {value!r:.80}",
         )
-    return tuple((height, width) for height, width in value)
-
-
-def _is_resolution(value: object, tile_size: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(length, int) and length > 0 and length % tile_size == 0 for length in value)
-        and value[0] * value[1] <= MAX_TILES * tile_size * tile_size
-    )
+    return resolutions

@@ -29,12 +29,7 @@ IGNORED_KEYS = (
 )
 GPTQ_ZERO_OFFSETS: Mapping[str, int] = MappingProxyType({"gptq": 1, "gptq_v2": 0})
 MIXED_FORMAT = "mixed-precision"
-COMPRESSED_FORMATS: Mapping[str, str] = MappingProxyType(
-    {
-        name: name
-        for name in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MIXED_FORMAT)
-    }
-)
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MIXED_FORMAT)
 ANY_MODULE = NamePattern("", "start")
 MAX_BLOCK = 1 << 17  # rows or columns
 BLOCK_TEXT = re.compile(r"(\d{1,6})x(\d{1,6})", re.ASCII)  # as old versions of compressed-tensors write it
@@ -107,7 +102,7 @@ def _read_awq(config: ConfigReader) -> tuple[Rule, ...]:
 
 
 def _read_gptq(config: ConfigReader) -> tuple[Rule, ...]:
-    formats = {name: name for name in GPTQ_ZERO_OFFSETS}
+    formats = tuple(GPTQ_ZERO_OFFSETS)
     default = config.get_choice("format", formats, "gptq")  # the name in newer versions
     zero_offset = GPTQ_ZERO_OFFSETS[config.get_choice("checkpoint_format", formats, default)]
     for key in ("is_marlin_format", "awq_gemm_checkpoint"):
@@ -185,7 +180,7 @@ def _read_compressed_group(group: ConfigReader, default_format: str) -> Scheme |
     if str(weights.get("actorder", None)).lower() in ("group", "dynamic", "true"):
         raise weights.error("actorder", "of groups (weight_g_idx) is not supported; weight or static works")
     weights.require_value("dynamic", False)
-    kind = weights.get_choice("type", {"int": "int", "float": "float"}, "int")
+    kind = weights.get_choice("type", ("int", "float"), "int")
     if storage != "naive-quantized" and (kind == "float") != (storage == "float-quantized"):
         raise weights.error("type", f"{kind} does not fit the format {storage}")
     strategy = _read_strategy(weights, kind)
@@ -199,7 +194,7 @@ def _read_strategy(weights: ConfigReader, kind: str) -> str:
     size = weights.get("group_size", None)
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     known = ("tensor", "channel", "group", *(("block",) if kind == "float" else ()))
-    return weights.get_choice("strategy", {name: name for name in known}, default)
+    return weights.get_choice("strategy", known, default)
 
 
 def _read_compressed_weights(
@@ -222,12 +217,12 @@ def _read_compressed_weights(
 
 
 def _read_fp8(config: ConfigReader) -> tuple[Rule, ...]:
-    config.get_choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
+    config.get_choice("activation_scheme", ("dynamic", "static"), "dynamic")
     for key in ("modules_to_not_convert", "ignored_layers"):
         _read_names(config, key)
     for key, value in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
         config.require_value(key, value)
-    config.get_choice("scale_fmt", {"float": "float", "ue8m0": "ue8m0"}, "float")
+    config.get_choice("scale_fmt", ("float", "ue8m0"), "float")
     config.get("dequantize", None)
     if config.get("kv_cache_scheme", None) is not None:
         logger.warning("%s: `kv_cache_scheme` is not used; see --kv-cache-dtype", config.source)
