@@ -90,7 +90,7 @@ class Decoder(ABC):
 
     @property
     def rope_digest(self) -> str:
-        """See Model."""
+        """Hash of RoPE's angles per position, which some checkpoints derive from the context limit."""
         return hashlib.blake2b(b"".join(sorted(each.digest for each in self._ropes.values()))).hexdigest()
 
     @classmethod

@@ -118,26 +118,20 @@ class DFlashConfig(AuxHeadConfig):
             reader.require_value(key, False)
         own.require_value("use_aux_hidden_state", True)
         config.require_value("is_neox_style", True)
-        draft_vocab_size = config.get_optional_int("draft_vocab_size")
-        target_hidden_size = config.get_optional_int("target_hidden_size")
-        num_target_layers = config.get_optional_int("num_target_layers")
-        embedding_scale = own.get_float("input_embedding_scale", 1.0)
-        logit_scale = own.get_float("output_multiplier", 1.0)
-        softcap = own.get_optional_float("final_logit_softcapping")
         layer = _read_layers_config(_with_windows(config, own), causal, parallel)
-        own.check_all_read()
-        return cls(
+        head = cls(
             layer,
             aux_layers,
             parallel,
-            draft_vocab_size or layer.vocab_size,
-            target_hidden_size or layer.hidden_size,
-            embedding_scale,
-            logit_scale,
-            softcap,
-            num_target_layers,
+            *_read_sizes(config, layer),
+            own.get_float("input_embedding_scale", 1.0),
+            own.get_float("output_multiplier", 1.0),
+            own.get_optional_float("final_logit_softcapping"),
+            config.get_optional_int("num_target_layers"),
             markov,
         )
+        own.check_all_read()
+        return head
 
     @classmethod
     def _read_speculators(cls, config: ConfigReader) -> DFlashConfig:
@@ -153,18 +147,10 @@ class DFlashConfig(AuxHeadConfig):
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
-        draft_vocab_size = config.get_optional_int("draft_vocab_size")
-        target_hidden_size = config.get_optional_int("target_hidden_size")
         layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, parallel)
+        head = cls(layer, aux_layers, parallel, *_read_sizes(config, layer), markov=markov)
         config.check_all_read()
-        return cls(
-            layer,
-            aux_layers,
-            parallel,
-            draft_vocab_size or layer.vocab_size,
-            target_hidden_size or layer.hidden_size,
-            markov=markov,
-        )
+        return head
 
 
 class DFlash(AuxHead):
@@ -334,6 +320,12 @@ def _kinds(config: ConfigReader) -> str:
 
 def _is_dspark(config: ConfigReader) -> bool:
     return "dspark" in _kinds(config)
+
+
+def _read_sizes(config: ConfigReader, layer: DecoderConfig) -> tuple[int, int]:
+    """Sizes of the draft vocabulary and of the target's hidden states."""
+    draft_vocab_size = config.get_optional_int("draft_vocab_size") or layer.vocab_size
+    return draft_vocab_size, config.get_optional_int("target_hidden_size") or layer.hidden_size
 
 
 def _read_markov(config: ConfigReader, reads_token: bool = True) -> MarkovConfig:

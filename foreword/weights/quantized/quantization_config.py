@@ -96,7 +96,7 @@ def _read_awq(config: ConfigReader) -> tuple[Rule, ...]:
     if config.get("backend", "autoawq") == "llm-awq":
         raise config.error("backend", "llm-awq packs weights in another layout; autoawq's `gemm` works")
     config.require_value("desc_act", False)
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     group_size = _read_group_size(config, "group_size" if "group_size" in config else "q_group_size")
     return (Rule(ANY_MODULE, AWQ(4, group_size)),)
 
@@ -156,11 +156,12 @@ def _read_compressed(config: ConfigReader) -> tuple[Rule, ...]:
         if group is None:
             raise groups.error(name, "must be an object")
         scheme = _read_compressed_group(group, default_format)
-        for target in _read_names(group, "targets"):
+        for target in group.get_strs("targets") or ():
             rank = 2 if target == "Linear" else int(target.startswith("re:"))
             by_rank[rank].append(Rule(_read_target(group, "targets", target), scheme))
         group.check_all_read()
-    ignored = [Rule(_read_target(config, "ignore", target), None) for target in _read_names(config, "ignore")]
+    names = config.get_strs("ignore") or ()
+    ignored = [Rule(_read_target(config, "ignore", name), None) for name in names]
     return (*ignored, *by_rank[0], *by_rank[1], *by_rank[2])
 
 
@@ -219,7 +220,7 @@ def _read_compressed_weights(
 def _read_fp8(config: ConfigReader) -> tuple[Rule, ...]:
     config.get_choice("activation_scheme", ("dynamic", "static"), "dynamic")
     for key in ("modules_to_not_convert", "ignored_layers"):
-        _read_names(config, key)
+        config.get_strs(key)
     for key, value in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
         config.require_value(key, value)
     config.get_choice("scale_fmt", ("float", "ue8m0"), "float")
@@ -235,13 +236,13 @@ def _read_fp8(config: ConfigReader) -> tuple[Rule, ...]:
 def _read_fbgemm_fp8(config: ConfigReader) -> tuple[Rule, ...]:
     """A scale for each row; the limit of activations' scales is not used."""
     config.get("activation_scale_ub", None)
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     return (Rule(ANY_MODULE, Float8("weight_scale", None)),)
 
 
 def _read_mxfp4(config: ConfigReader) -> tuple[Rule, ...]:
     """The architecture reads its tensors of blocks and scales itself."""
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     config.get("dequantize", None)
     return ()
 
@@ -281,13 +282,6 @@ def _read_block_shape(config: ConfigReader, key: str) -> tuple[int, int]:
     if not is_pair or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in shape):
         raise config.error(key, f"must be two numbers from 1 to {MAX_BLOCK}, got {shape!r:.80}")
     return shape[0], shape[1]
-
-
-def _read_names(config: ConfigReader, key: str) -> tuple[str, ...]:
-    names = config.get(key, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.error(key, f"must be a list of names, got {names!r:.80}")
-    return tuple(names)
 
 
 def _read_target(config: ConfigReader, key: str, target: str) -> NamePattern:
