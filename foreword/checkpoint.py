@@ -14,7 +14,6 @@ from foreword.config.speculative_config import apply_speculative_config, check_d
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.multimodal.processor_registry import read_placeholder_ids, read_processor
 from foreword.planning.resolve import check_max_model_len
 from foreword.tokenizer.chat_template import PROBE_TOOL, ChatTemplate
@@ -135,7 +134,7 @@ def check_family(path: Path, param: str) -> str:
         reason, source = missing_feature(family), f"{path}: `general.architecture`"
     else:
         file = path / "config.json"
-        family = str(read_json_object(file).get("model_type"))
+        family = str(read_json(file).get("model_type"))
         reason, source = describe_checkpoint(family), f"{file}: model_type"
     if reason:
         raise CheckpointError(f"{source} {family!r:.80} is not supported{reason}", param)
@@ -155,7 +154,7 @@ def check_context(config: Config, path: Path) -> None:
         positions = metadata.get(f"{prefix}.context_length")
         rope = metadata.get(f"{prefix}.rope.scaling.type")
     else:
-        values = read_json_object(path / "config.json")
+        values = read_json(path / "config.json")
         values |= values["text_config"] if isinstance(values.get("text_config"), dict) else {}
         positions = values.get("max_position_embeddings")
         rope = values.get("rope_parameters") or values.get("rope_scaling")

@@ -27,7 +27,7 @@ ALLOWED = {
     "speculation": {"core", "cuda_graphs", "errors", "kernels", "kv_cache", "models", "sampling", "utils"},
     "chat_formats": {"core", "errors"},
     "grammar": {"chat_formats", "core", "errors", "workers"},
-    "multimodal": {"core", "errors", "workers"},
+    "multimodal": {"core", "errors", "weights.config_reader", "workers"},
     "tokenizer": {
         "chat_formats",
         "config",

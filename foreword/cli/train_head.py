@@ -29,7 +29,6 @@ from foreword.demo import DEFAULT_MODEL
 from foreword.errors import ConfigError, Terminated
 from foreword.llm import LLM
 from foreword.models.heads.eagle3 import NUM_AUX_LAYERS
-from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.planning.hardware import hardware_info, probe_hardware
 from foreword.training.answers import (
     Answer,
@@ -49,6 +48,7 @@ from foreword.training.eagle3 import (
 )
 from foreword.training.target import TargetModel
 from foreword.training.trainer import Acceptance, Progress, Trainer, TrainingOptions, split_held_out
+from foreword.weights.config_reader import read_json
 
 REPORT_S = 10.0  # between progress lines
 EVALUATE_S = 180.0  # between checkpoints, with which acceptance is measured
@@ -249,7 +249,7 @@ def _share_covered(answers: Sequence[Answer], draft_ids: Container[int]) -> floa
 def _architectures(config: Config) -> Sequence[str]:
     """The names in the checkpoint's config.json; none of a GGUF file."""
     file = Path(str(config.model)) / "config.json"
-    return read_json_object(file).get("architectures") or () if file.is_file() else ()
+    return read_json(file).get("architectures") or () if file.is_file() else ()
 
 
 def _progress_line(progress: Progress) -> str:

@@ -13,6 +13,9 @@ from foreword.errors import InvalidRequest
 
 Size = tuple[int, int]  # (height, width)
 MAX_SIZE: Final = 1 << 24  # above the tiles, pixels of a side or tokens of any image
+DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]  # of LLaVA-NeXT
+MAX_PINPOINTS = 1024
+MAX_TILES: Final = 1024  # of an image
 ROUND_DIGITS = 7  # digits kept before a length is truncated: 2.9999999999 counts as 3
 
 
@@ -138,6 +141,20 @@ def choose_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
         return pixels, -resolution[0] * resolution[1]
 
     return max(resolutions, key=kept_pixels)
+
+
+def parse_pinpoints(value: object, tile_size: int) -> tuple[Size, ...]:
+    """`image_grid_pinpoints`: (height, width) pairs in whole tiles; (): the value is invalid."""
+    if not isinstance(value, list) or len(value) > MAX_PINPOINTS:
+        return ()
+    for pinpoint in value:
+        if not isinstance(pinpoint, list) or len(pinpoint) != 2:
+            return ()
+        if not all(type(length) is int and length > 0 and length % tile_size == 0 for length in pinpoint):
+            return ()
+        if pinpoint[0] * pinpoint[1] > MAX_TILES * tile_size**2:
+            return ()
+    return tuple((height, width) for height, width in value)
 
 
 def compute_tiling(size: Size, resolutions: Sequence[Size], tile_size: int, features_per_side: int) -> Tiling:

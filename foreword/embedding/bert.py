@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.embedding.encoder import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
-from foreword.embedding.encoder_config import (
+from foreword.embedding.encoder import (
+    EncoderConfig,
+    RankerHead,
+    TextEncoder,
+    VarlenBatch,
     ignore_unused,
     read_activation,
-    read_bert_config,
     read_score_activation,
 )
 from foreword.embedding.encoder_layers import (
@@ -232,3 +234,36 @@ def _relative_position_bucket(distances: Tensor) -> Tensor:
     scale = torch.log(size.clamp(min=1).float() / near) / math.log(MPNET_MAX_DISTANCE / near)
     far = (near + (scale * (half - near)).long()).clamp(max=half - 1)
     return ahead + torch.where(size < near, size, far)
+
+
+def read_bert_config(
+    config: ConfigReader, architecture: str, *, num_types: int | None = None, first_position: int = 0
+) -> EncoderConfig:
+    """The config of a checkpoint with BERT's option names.
+
+    `num_types` overrides type_vocab_size; `first_position` is the position of a text's first token.
+    """
+    ignore_unused(config)
+    hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
+    if hidden % heads:
+        raise config.error("num_attention_heads", f"{heads} does not divide hidden_size {hidden}")
+    config.require_value("position_embedding_type", "absolute")
+    config.require_value("is_decoder", False)
+    config.require_value("add_cross_attention", False)
+    positions = config.get_int("max_position_embeddings", low=first_position + 1)
+    return EncoderConfig(
+        architecture=architecture,
+        vocab_size=read_vocab_size(config),
+        hidden_size=hidden,
+        intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
+        num_layers=config.get_int("num_hidden_layers", high=MAX_LAYERS),
+        num_heads=heads,
+        eps=config.get_float("layer_norm_eps", 1e-12),
+        activation=read_activation(config, "hidden_act"),
+        max_tokens=positions - first_position,
+        num_positions=positions,
+        score_activation=read_score_activation(config),
+        first_position=first_position,
+        pad_id=first_position - 1 if first_position else None,
+        num_types=config.get_int("type_vocab_size", 2) if num_types is None else num_types,
+    )

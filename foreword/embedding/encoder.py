@@ -1,4 +1,4 @@
-"""The interface of text encoders, their config and batch.
+"""The interface of text encoders, their config and batch, and the options of config.json that they share.
 
 T  rows: the tokens of all texts, without padding
 H  hidden size
@@ -13,15 +13,47 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foreword.embedding.encoder_messages import EncoderInput
+from foreword.errors import shown
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.weights.config_reader import ConfigReader
+
+RANKER_SUFFIX = "ForSequenceClassification"
+SCORE_ACTIVATIONS = MappingProxyType(
+    {"torch.nn.modules.activation.Sigmoid": "sigmoid", "torch.nn.modules.linear.Identity": "identity"}
+)
+TRAINING_OPTIONS = (
+    *("attention_probs_dropout_prob", "classifier_dropout", "dropout", "gradient_checkpointing"),
+    *("hidden_dropout_prob", "matryoshka_dimensions"),
+)
+UNUSED_HEAD_OPTIONS = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "tie_word_embeddings"),
+)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_new": _gelu_tanh,
+        "gelu_pytorch_tanh": _gelu_tanh,
+        "relu": F.relu,
+        "silu": F.silu,
+        "swish": F.silu,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +154,41 @@ class TextEncoder(ABC):
             positions.append(first - 1 if token_id == pad_id else next_position)
             next_position += token_id != pad_id
         return positions
+
+
+def ignore_unused(config: ConfigReader) -> None:
+    """Mark options without effect on inference as read."""
+    for key in (*TRAINING_OPTIONS, *UNUSED_HEAD_OPTIONS):
+        config.get(key, None)
+
+
+def read_activation(config: ConfigReader, key: str) -> str:
+    """The name of an activation in ACTIVATIONS."""
+    return config.get_choice(key, tuple(ACTIVATIONS), "gelu")
+
+
+def read_score_activation(config: ConfigReader) -> str | None:
+    """The activation of a ranker's logit; None for a checkpoint without a ranking head.
+
+    Default is a sigmoid, as in sentence-transformers and vLLM.
+    """
+    named = config.get("sbert_ce_default_activation_function", None)
+    nested = config.get_section("sentence_transformers")
+    if nested is not None:
+        nested.get("version", None)
+        named = nested.get("activation_fn", named)
+        nested.check_all_read()
+    architectures = config.get("architectures", None)
+    names = architectures if isinstance(architectures, list) else []
+    if not any(str(name).endswith(RANKER_SUFFIX) for name in names):
+        return None
+    id2label = config.get_section("id2label")
+    labels = config.get_int("num_labels", 2) if id2label is None else len(id2label.keys)
+    if labels != 1:
+        raise config.error("id2label", f"names {labels} labels; a ranker has one")
+    if named is not None and named not in SCORE_ACTIVATIONS:
+        raise config.error(
+            "sentence_transformers",
+            f"activation_fn must be one of {', '.join(SCORE_ACTIVATIONS)}, got {shown(named)}",
+        )
+    return SCORE_ACTIVATIONS[named] if named else "sigmoid"

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.embedding.encoder import EncoderConfig, VarlenBatch
+from foreword.embedding.encoder import ACTIVATIONS, EncoderConfig, VarlenBatch
 from foreword.kernels.ops import Ops
 from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 
 WEIGHT_FORMAT = "float32"
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "gelu": F.gelu,
-        "gelu_new": _gelu_tanh,
-        "gelu_pytorch_tanh": _gelu_tanh,
-        "relu": F.relu,
-        "silu": F.silu,
-        "swish": F.silu,
-    }
-)
 
 
 def word_embeddings(ops: Ops, weights: Weights, name: str, config: EncoderConfig) -> Embedding:

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.embedding.encoder import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
-from foreword.embedding.encoder_config import ignore_unused, read_activation, read_score_activation
-from foreword.embedding.encoder_layers import ACTIVATIONS, encoder_linear, word_embeddings
+from foreword.embedding.encoder import (
+    ACTIVATIONS,
+    EncoderConfig,
+    RankerHead,
+    TextEncoder,
+    VarlenBatch,
+    ignore_unused,
+    read_activation,
+    read_score_activation,
+)
+from foreword.embedding.encoder_layers import encoder_linear, word_embeddings
 from foreword.kernels.ops import Ops
 from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.rope import Rope, RopeConfig
@@ -77,7 +85,7 @@ class ModernBert(TextEncoder):
             max_tokens=positions,
             num_positions=positions,
             score_activation=read_score_activation(config),
-            head_pooling=config.get_choice("classifier_pooling", {"cls": "cls", "mean": "mean"}, "cls"),
+            head_pooling=config.get_choice("classifier_pooling", ("cls", "mean"), "cls"),
             layer_types=_read_layer_types(config, layers),
             rope_thetas=_read_rope_thetas(config),
             half_window=config.get_int("local_attention", 128) // 2,

@@ -49,7 +49,8 @@ from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.state_cache import StateCache
 from foreword.kv_cache.storage import KVStorage
 from foreword.lora.adapter import AdapterSlots
-from foreword.models.interfaces import Model, Precision
+from foreword.models.decoder import Decoder
+from foreword.models.interfaces import Precision
 from foreword.planning.memory import DeviceMemory, ModelInfo
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, with_kv_cache
 from foreword.sampling.sampler import Sampler
@@ -80,8 +81,8 @@ WARMUP_CONTEXT = 300  # tokens: more than one split of split-KV attention
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    target: Model
-    draft_model: Model | None = None
+    target: Decoder
+    draft_model: Decoder | None = None
     draft_model_len: int = 0  # context limit of the draft model
     kv_memory: MemoryFile | None = None  # of the target's KV cache; None: private
 
@@ -172,7 +173,7 @@ class EngineComponents:
             loops.append((loop, resolved.num_speculative_tokens))
         return loops
 
-    def _make_kv_storage(self, model: Model) -> KVStorage:
+    def _make_kv_storage(self, model: Decoder) -> KVStorage:
         resolved, layers, head = self._resolved, model.cache_shapes, model.head
         num_draft_blocks = 0
         if head is not None:

@@ -20,7 +20,7 @@ from foreword.engine.scheduler import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, GrammarFailed, RequestFailed, Unsatisfiable
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import Model
+from foreword.models.decoder import Decoder
 from foreword.sampling.logits_processors import masking_fields
 from foreword.sampling.sampler import ALL_MASKED, Sampler, SamplerOutput
 from foreword.sampling.verify import verify
@@ -30,7 +30,7 @@ class ModelRunner:
     """A model with its KV cache and sampler. Grammar masks are computed during the forward pass."""
 
     def __init__(
-        self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, timer: StepTimer
+        self, model: Decoder, kv: KVStorage, sampler: Sampler, grammars: Grammars, timer: StepTimer
     ) -> None:
         self.ops = model.ops
         self.sampler = sampler

@@ -19,7 +19,7 @@ from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.engine.scheduler import ScheduledRequest
 from foreword.errors import RequestFailed
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import Model
+from foreword.models.decoder import Decoder
 
 PARTIAL_SUMS = 32  # partial sums of a mean: fewer rounding errors than one running sum
 
@@ -34,7 +34,7 @@ class PoolOutput:
 class Pooler:
     """Runs the model without its head. A pass changes no request, so it can be retried."""
 
-    def __init__(self, model: Model, kv: KVStorage) -> None:
+    def __init__(self, model: Decoder, kv: KVStorage) -> None:
         self._model = model
         self._kv = kv
 

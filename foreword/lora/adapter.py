@@ -85,7 +85,7 @@ def read_adapter(path: Path, shapes: Shapes, max_rank: int, dtype: torch.dtype) 
     else:
         raise _error(path, f"neither a directory with {CONFIG_FILE} nor a GGUF file")
     for name, pair in pairs.items():
-        _check_shapes(path, name, pair, shapes[name], max_rank)
+        _check_shapes(path, pair, shapes[name], max_rank)
     weights = {name: _read_pair(path, pair, dtype) for name, pair in pairs.items()}
     info = AdapterInfo(
         path=str(path),
@@ -101,7 +101,7 @@ def _error(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"the adapter {path}: {problem}", "lora_modules")
 
 
-def _check_shapes(source: Path, name: str, pair: _Pair, shape: tuple[int, int], max_rank: int) -> None:
+def _check_shapes(source: Path, pair: _Pair, shape: tuple[int, int], max_rank: int) -> None:
     out_features, in_features = shape
     if pair.rank > max_rank:
         raise _error(source, f"`{pair.path}` has rank {pair.rank}; --max-lora-rank is {max_rank}")
@@ -204,7 +204,7 @@ def _open_gguf_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
         raise _error(path, "general.architecture is missing")
     if architecture in SCALED_ARCHITECTURES:
         raise _error(path, f"adapters of {architecture} are loaded from their PEFT directory alone")
-    names = {_gguf_name(name, architecture): name for name in shapes}
+    names = {gguf_name(f"model.{name}.weight", architecture): name for name in shapes}
     pairs: dict[str, _Pair] = {}
     mapped = MappedFile(path)
     for module, letters in _pair_up(path, gguf.tensors, GGUF_TENSOR_NAME).items():
@@ -229,14 +229,6 @@ def _open_gguf_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
             module, a_shape, b_shape, rank, alpha / rank if alpha else 1.0, read, is_permuted
         )
     return pairs
-
-
-def _gguf_name(name: str, architecture: str) -> str:
-    """Name of a projection's weight; of none that has no name there, an empty text."""
-    try:
-        return gguf_name(f"model.{name}.weight", architecture)
-    except KeyError:
-        return ""
 
 
 def _read_gguf_tensor(mapped: MappedFile, info: TensorInfo) -> Tensor:

@@ -26,7 +26,6 @@ class Apertus(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `apertus`"""
-        bias = config.get_bool("attention_bias", False)
         for key, value in (("qk_norm", True), ("post_norm", False), ("mlp_bias", False)):
             config.require_value(key, value)
         if "rope_parameters" not in config and "rope_scaling" not in config:
@@ -34,12 +33,11 @@ class Apertus(Decoder):
         base = read_decoder_config(
             config,
             "apertus",
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
             eps=1e-5,
             theta=THETA,
-            activation=config.get_choice("hidden_act", {"xielu": "xielu"}, "xielu"),
+            activation=config.get_choice("hidden_act", ("xielu",), "xielu"),
         )
         constants = config.get_section("xielu")  # of GGUF files, by layer; else they are tensors
         return base if constants is None else replace(base, act_alphas=_read_all_alphas(constants, base))

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder_config import (
-    DecoderConfig,
-    QKNorm,
-    read_decoder_config,
-    read_moe_config,
-    read_num_layers,
-)
+from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
+from foreword.models.deepseek_v2 import read_shared_moe
 from foreword.models.expert_weights import MoEConfig
-from foreword.models.glm4_moe import NAMES, read_routed_moe
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import Llama, LlamaLayer
 from foreword.weights.config_reader import ConfigReader
@@ -56,9 +50,8 @@ def _read_second_moe(config: ConfigReader) -> MoEConfig:
     config.require_value("moe_shared_expert_intermediate_size", config.get_int("moe_intermediate_size"))
     config.require_value("moe_router_enable_shared_expert", True)
     has_bias = config.get_bool("moe_router_enable_expert_bias", True)
-    return read_routed_moe(
+    return read_shared_moe(
         config,
-        num_dense=0,
         score_bias="gate.expert_bias" if has_bias else None,
         shared_key="num_shared_experts",
         num_shared=0,
@@ -66,13 +59,12 @@ def _read_second_moe(config: ConfigReader) -> MoEConfig:
 
 
 def _read_first_moe(config: ConfigReader) -> MoEConfig:
-    num_dense = config.get_int("first_k_dense_replace", 0, low=0)
-    size = config.get_int("moe_intermediate_size")
-    return read_moe_config(
+    return read_shared_moe(
         config,
-        NAMES,
-        renormalize=config.get_bool("norm_topk_prob", False),
-        size_key="moe_intermediate_size",
-        has_experts=[index >= num_dense for index in range(read_num_layers(config))],
-        shared_intermediate_size=size * (config.get_optional_int("num_shared_experts", 0, low=0) or 0),
+        renormalize=False,
+        scale=None,
+        groups=None,
+        shared_key="num_shared_experts",
+        num_shared=0,
+        is_sigmoid=False,
     )

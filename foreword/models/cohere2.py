@@ -22,10 +22,9 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
+from foreword.models.deepseek_v2 import NAMES, read_mlp_types
 from foreword.models.expert_weights import MoEConfig
-from foreword.models.glm4_moe import NAMES
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.mellum import read_mlp_types
 from foreword.weights.config_reader import ConfigReader
 
 LOGIT_SCALE = 0.0625
@@ -122,8 +121,7 @@ class Cohere2Moe(Cohere):
             base = replace(base, norm_type="rms", eps=config.get_float("rms_norm_eps"))
         moe = _read_moe(config, has_experts)
         num_mtp_layers = config.get_int("num_nextn_predict_layers", 0, low=0)
-        strategies = {"average": "average", "sum": "sum"}
-        strategy = config.get_choice("shared_expert_combination_strategy", strategies, "average")
+        strategy = config.get_choice("shared_expert_combination_strategy", ("average", "sum"), "average")
         if moe.shared_intermediate_size and strategy == "average":
             moe = replace(moe, experts=replace(moe.experts, scale=0.5))
             base = replace(base, row_scales={f"{NAMES.shared}.down_proj.weight": 0.5})
@@ -132,9 +130,7 @@ class Cohere2Moe(Cohere):
 
 def _read_moe(config: ConfigReader, has_experts: list[bool]) -> MoEConfig:
     shared = config.get_int("num_shared_experts", 0, low=0)
-    scoring = config.get_choice(
-        "expert_selection_fn", {"softmax": "softmax", "sigmoid": "sigmoid"}, "softmax"
-    )
+    scoring = config.get_choice("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
     renormalizes = config.get_bool("norm_topk_prob", True)
     return read_moe_config(
         config,
@@ -153,15 +149,13 @@ def _read_cohere_config(
     head_dim: int | None = None,
     intermediate_size: int | None = None,
 ) -> DecoderConfig:
-    bias = config.get_bool("attention_bias", False)
     base = read_decoder_config(
         config,
         architecture,
         layer_types=layer_types,
         head_dim=head_dim,
         intermediate_size=intermediate_size,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         eps=1e-5,
         eps_key="layer_norm_eps",
         tie_word_embeddings=True,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, ImageFeatures
-from foreword.kernels.ops import AttentionMetadata, Ops
+from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.lora import LoraLayers, LoraLimits
@@ -20,10 +20,10 @@ from foreword.layers.per_layer_embedding import PerLayerEmbedding, load_per_laye
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig, LayerType
-from foreword.models.image_forward import with_images
+from foreword.models.expert_weights import MoEConfig
 from foreword.models.interfaces import Head, KVCache, Precision, VisionEncoder
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder, build_norm
-from foreword.models.model_info import describe_model
+from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader
 
 
@@ -90,7 +90,7 @@ class Decoder(ABC):
 
     @property
     def rope_digest(self) -> str:
-        """See Model."""
+        """Hash of RoPE's angles per position, which some checkpoints derive from the context limit."""
         return hashlib.blake2b(b"".join(sorted(each.digest for each in self._ropes.values()))).hexdigest()
 
     @classmethod
@@ -175,7 +175,7 @@ class Decoder(ABC):
         compiled = self.ops.compile(forward)
         if self.vision_encoder is None or compiled is forward:
             return compiled
-        return with_images(compiled, forward)
+        return _ImageAwareForward(compiled, forward)
 
     @property
     def uses_mrope(self) -> bool:
@@ -232,3 +232,53 @@ def layer_contexts(
         for window, causal in kinds
     }
     return [layer_context(batch, each, rope, metadata[each.window, each.causal]) for each in layer_types]
+
+
+class _ImageAwareForward:
+    """Runs a batch with images, which is a prompt, uncompiled: the compiled forward takes only tokens."""
+
+    def __init__(self, compiled: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
+        self._compiled = compiled
+        self._forward = forward
+        if isinstance(compiled, DraftLoop):
+            self.draft = compiled.draft  # drafting needs no image features
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._compiled(batch) if batch.image_features is None else self._forward(batch)
+
+
+def describe_model(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
+    """Properties that plans of memory need."""
+    kv_shapes = config.kv_shapes
+    projected = max((config.num_heads + 2 * shape.heads) * shape.head_dim for shape in kv_shapes)
+    embedding_sizes = config.hidden_size * (2 - config.tie_word_embeddings)
+    per_layer = len(config.layer_types) * config.per_layer_size
+    inner, moe = 3 * config.intermediate_size * (1 + config.double_wide_mlp), config.moe
+    if moe is not None:
+        inner = max(inner, moe.experts.top_k * (3 * moe.intermediate_size + config.hidden_size))
+    return ModelInfo(
+        architecture=config.architecture,
+        context_len=config.context_length,
+        dtype=config.dtype,
+        parameters=num_parameters,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        kv_values_per_token=sum(shape.values_per_token for shape in kv_shapes),
+        kv_vectors_per_token=sum(shape.vectors_per_token for shape in kv_shapes),
+        state_shapes=config.state_shapes,
+        embedding_parameters=config.vocab_size * (embedding_sizes + per_layer),
+        activation_values_per_row=3 * config.hidden_size
+        + per_layer
+        + max(inner, 2 * projected, 2 * per_layer),
+        num_experts=moe.experts.num_experts if moe else 0,
+        experts_per_token=moe.experts.top_k if moe else 0,
+        expert_parameters=_expert_parameters(moe, config.hidden_size) if moe else 0,
+        lora_values_per_rank=lora_values_per_rank,
+    )
+
+
+def _expert_parameters(moe: MoEConfig, hidden_size: int) -> int:
+    """Parameters of all experts but the shared ones."""
+    of_one = (2 + moe.experts.gated) * moe.intermediate_size * hidden_size
+    of_one += (2 * moe.intermediate_size + hidden_size) * moe.bias
+    return sum(moe.has_experts) * moe.experts.num_experts * of_one

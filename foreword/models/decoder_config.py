@@ -147,6 +147,7 @@ def read_decoder_config(
     windows: Sequence[int | None] | None = None,
     layer_types: Sequence[LayerType] | None = None,
     head_dim: int | None = None,
+    bias_key: str | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
@@ -164,6 +165,7 @@ def read_decoder_config(
 
     windows      one per layer, if any layer has a sliding window; or else
     layer_types  one per layer, if they differ in RoPE too
+    bias_key     option of biases of q, k, v and the output, if there is one for all
     head_dim, eps, theta, partial_rotary_factor, tie_word_embeddings  defaults
     activation, intermediate_size  instead of those in the config
     """
@@ -175,6 +177,8 @@ def read_decoder_config(
     if heads * head_dim > MAX_HIDDEN_SIZE:
         limit = f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here"
         raise config.error("num_attention_heads", limit)
+    if bias_key is not None:
+        qkv_bias = out_bias = config.get_bool(bias_key, False)
     positions = config.get_int("max_position_embeddings")
     if layer_types is None:
         rope = read_rope(config, head_dim, positions, theta, partial_rotary_factor=partial_rotary_factor)

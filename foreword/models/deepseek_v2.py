@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from foreword.core.batch import KVShape
@@ -26,6 +25,8 @@ from foreword.weights.config_reader import ConfigReader
 
 NAMES = ExpertNames(shared="mlp.shared_experts")
 LATENT_MULTIPLE = 16  # values of the latent vector: whole elements of every kernel
+SCORE_BIAS = "gate.e_score_correction_bias"
+MLP_TYPES = ("dense", "sparse")
 TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "seq_aux")
 GROUP_LIMITED, GREEDY = "group_limited_greedy", "greedy"
 
@@ -37,16 +38,15 @@ class DeepseekV2(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `deepseek_v2`"""
         base = read_latent_decoder(config, "deepseek_v2", read_latent_shape(config))
-        method = config.get_choice("topk_method", {name: name for name in (GREEDY, GROUP_LIMITED)}, GREEDY)
+        method = config.get_choice("topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
         for key in ("n_group", "topk_group"):
             config.get(key, None)  # without effect on a greedy choice
         moe = read_shared_moe(
             config,
-            read_first_dense(config, 0),
             renormalize=False,
-            scale=1.0,
             groups=(1, 1) if method == GROUP_LIMITED else None,
             num_shared=2,
+            is_sigmoid=False,
         )
         for key, value in (("scoring_func", "softmax"), ("norm_topk_prob", False)):
             config.require_value(key, value)
@@ -97,14 +97,13 @@ def read_latent_decoder(
     config.require_value("num_key_value_heads", heads)
     config.require_value("head_dim", head_dim or shape.qk_rope_head_dim)
     rope = rope or read_rope(config, shape.qk_rope_head_dim, context_length)
-    bias, layers = config.get_bool("attention_bias", False), read_num_layers(config)
+    layers = read_num_layers(config)
     base = read_decoder_config(
         config,
         architecture,
         layer_types=[LayerType(None, rope)] * layers,
         head_dim=head_dim or shape.qk_rope_head_dim,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         eps=eps,
     )
     scale = yarn_mscale(rope) ** 2 / math.sqrt(shape.qk_head_dim)
@@ -117,42 +116,54 @@ def yarn_mscale(rope: RopeConfig) -> float:
     return 1.0 + 0.1 * rope.mscale_all_dim * math.log(rope.factor) if rope.factor > 1 else 1.0
 
 
-def read_first_dense(config: ConfigReader, default: int) -> list[bool]:
-    """Whether each layer has experts: after `first_k_dense_replace` layers, all."""
-    first = config.get_int("first_k_dense_replace", default, low=0)
-    return [index >= first for index in range(read_num_layers(config))]
+def read_mlp_types(config: ConfigReader, num_dense: int = 0) -> list[bool]:
+    """Whether each layer has experts: from `mlp_layer_types`, or else all but the first `num_dense`."""
+    num_layers = read_num_layers(config)
+    default = [MLP_TYPES[index >= num_dense] for index in range(num_layers)]
+    types = config.get_strs("mlp_layer_types", num_layers) or default
+    unknown = next((item for item in types if item not in MLP_TYPES), None)
+    if unknown is not None:
+        raise config.error("mlp_layer_types", f"has {unknown!r}; known: {', '.join(MLP_TYPES)}")
+    return [item == "sparse" for item in types]
 
 
 def read_shared_moe(
     config: ConfigReader,
-    has_experts: Sequence[bool],
     *,
-    renormalize: bool,
-    scale: float,
-    groups: tuple[int, int] | None,
+    num_dense: int = 0,
+    renormalize: bool = True,
+    scale: float | None = 1.0,
+    groups: tuple[int, int] | None = (1, 1),
+    shared_key: str = "n_shared_experts",
     num_shared: int = 1,
-    is_sigmoid: bool = False,
+    is_sigmoid: bool = True,
+    score_bias: str | None = SCORE_BIAS,
 ) -> MoEConfig:
-    """Experts, and `n_shared_experts` that are one MLP.
+    """Experts in all but the first layers, and shared ones, which are one MLP without a gate.
 
-    is_sigmoid  weights are sigmoids, and experts are chosen by them plus `e_score_correction_bias`
+    num_dense, renormalize, num_shared  defaults of first_k_dense_replace, norm_topk_prob and `shared_key`
+    scale, groups                       as in read_moe_config()
+    is_sigmoid  weights are sigmoids, and experts are chosen by these plus `score_bias`; else a softmax
     """
+    if is_sigmoid:
+        for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            config.require_value(key, value)
     config.require_value("moe_layer_freq", 1)
     for key in TRAINING_KEYS:
         config.get(key, None)
-    num_shared = config.get_int("n_shared_experts", num_shared, low=0, high=MAX_HIDDEN_SIZE)
+    num_shared = config.get_optional_int(shared_key, num_shared, low=0) or 0
     size = config.get_int("moe_intermediate_size", high=MAX_HIDDEN_SIZE)
     if num_shared * size > MAX_HIDDEN_SIZE:
-        raise config.error("n_shared_experts", f"makes an MLP of {num_shared * size} values")
+        raise config.error(shared_key, f"makes an MLP of {num_shared * size} values")
     return read_moe_config(
         config,
         NAMES,
-        renormalize=renormalize,
+        renormalize=config.get_bool("norm_topk_prob", renormalize),
         size_key="moe_intermediate_size",
-        has_experts=has_experts,
+        has_experts=read_mlp_types(config, config.get_int("first_k_dense_replace", num_dense, low=0)),
         shared_intermediate_size=num_shared * size,
         scoring="sigmoid" if is_sigmoid else "softmax",
-        score_bias="gate.e_score_correction_bias" if is_sigmoid else None,
+        score_bias=score_bias if is_sigmoid else None,
         scale=scale,
         groups=groups,
     )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.deepseek_v2 import (
     DeepseekV2,
-    read_first_dense,
     read_latent_decoder,
     read_latent_shape,
     read_shared_moe,
@@ -22,19 +21,9 @@ class DeepseekV3(DeepseekV2):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `deepseek_v3`"""
         base = read_latent_decoder(config, "deepseek_v3", read_latent_shape(config))
-        for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-            config.require_value(key, value)
-        moe = read_shared_moe(
-            config,
-            read_first_dense(config, 3),
-            renormalize=config.get_bool("norm_topk_prob", True),
-            scale=2.5,
-            groups=(8, 4),
-            is_sigmoid=True,
-        )
         return replace(
             base,
             interleaved_rope=config.get_bool("rope_interleave", True),
-            moe=moe,
+            moe=read_shared_moe(config, num_dense=3, scale=2.5, groups=(8, 4)),
             num_mtp_layers=config.get_int("num_nextn_predict_layers", 1, low=0),
         )

@@ -11,7 +11,7 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_window,
 )
-from foreword.models.glm4_moe import read_routed_moe
+from foreword.models.deepseek_v2 import read_shared_moe
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
@@ -25,7 +25,6 @@ class Dots1(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `dots1`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         full_layers = config.get_int("max_window_layers", MAX_WINDOW_LAYERS, low=0)
         base = read_decoder_config(
@@ -34,9 +33,8 @@ class Dots1(Llama):
             windows=read_layer_windows(
                 config, window, lambda index: window is not None and index >= full_layers
             ),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
-        moe = read_routed_moe(config, num_dense=0, renormalize=False, num_shared=0)
+        moe = read_shared_moe(config, renormalize=False, num_shared=0)
         return replace(base, moe=moe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -12,19 +11,17 @@ from foreword.models.decoder_config import (
     read_moe_config,
     read_num_layers,
 )
-from foreword.models.expert_weights import ExpertNames
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.deepseek_v2 import NAMES
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 EPS = 1e-5
 THETA = 500_000.0
-NAMES = ExpertNames(shared="mlp.shared_experts")
 SCORE_BIAS = "moe_statics.e_score_correction_bias"
 
 
-class Ernie45(Decoder):
+class Ernie45(Llama):
     """All linear layers have biases or none."""
 
     @classmethod
@@ -52,10 +49,6 @@ class Ernie45(Decoder):
         ):
             raise config.error("partial_rotary_factor", "must be 1 here")
         return replace(base, interleaved_rope=True)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 class Ernie45Moe(Ernie45):

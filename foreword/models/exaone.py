@@ -31,12 +31,10 @@ class Exaone(Decoder):
         """config.json of model_type `exaone`"""
         if "num_layers" in config:
             config = config.with_defaults({"num_hidden_layers": config.get_int("num_layers")})
-        bias = config.get_bool("attention_bias", False)
         return read_decoder_config(
             config,
             "exaone",
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             eps=1e-5,
             eps_key="layer_norm_epsilon" if "layer_norm_epsilon" in config else "rms_norm_eps",

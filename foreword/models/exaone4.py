@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -14,15 +13,14 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.olmo2 import EPS, Olmo2Layer
+from foreword.models.olmo2 import EPS, Olmo2
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096  # default; null means no window, and RoPE in all layers
 WINDOW_PERIOD = 4  # every n-th layer has full attention
 
 
-class Exaone4(Decoder):
+class Exaone4(Olmo2):
     """EXAONE 4.0, without the vision encoder of 4.5."""
 
     @classmethod
@@ -39,10 +37,6 @@ class Exaone4(Decoder):
             eps=EPS,
             qk_norm=QKNorm(),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return Olmo2Layer(builder)
 
 
 def _read_windows(config: ConfigReader, window: int | None) -> tuple[int | None, ...]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.decoder_config import DecoderConfig
+from foreword.models.deepseek_v2 import read_shared_moe
 from foreword.models.exaone4 import Exaone4
-from foreword.models.glm4_moe import read_routed_moe
 from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
-from foreword.models.mellum import read_mlp_types
 from foreword.weights.config_reader import ConfigReader
 
 SCALE = 2.5
@@ -24,9 +23,7 @@ class ExaoneMoe(Exaone4):
         for key in ("num_nextn_predict_layers", "is_moe_layer", "mtp_loss_weight"):
             config.get(key, None)
         base = super().read_config(config)
-        moe = read_routed_moe(config, num_dense=1, scale=SCALE, shared_key="num_shared_experts")
-        if "mlp_layer_types" in config:
-            moe = replace(moe, has_experts=tuple(read_mlp_types(config)))
+        moe = read_shared_moe(config, num_dense=1, scale=SCALE, shared_key="num_shared_experts")
         return replace(base, architecture="exaone_moe", moe=moe)
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:

@@ -54,12 +54,10 @@ class FalconH1(Decoder):
         """config.json of model_type `falcon_h1`"""
         for key in UNUSED_KEYS:
             config.get(key, None)
-        bias = config.get_bool("attention_bias", False)
         base = read_decoder_config(
             config,
             "falcon_h1",
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             eps=1e-5,
             theta=THETA,

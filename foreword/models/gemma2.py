@@ -52,15 +52,13 @@ class Gemma(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma`"""
-        bias = config.get_bool("attention_bias", False)
         config.require_value("use_bidirectional_attention", False)
         config.require_value("hidden_activation", "gelu_pytorch_tanh")
         base = read_decoder_config(
             config,
             "gemma",
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             # "gelu" in older files means its tanh form
             activation=config.get_choice("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"}, "gelu"),
             tie_word_embeddings=True,
@@ -97,15 +95,13 @@ class Gemma2(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma2`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         base = read_decoder_config(
             config,
             "gemma2",
             windows=read_layer_windows(config, window, lambda index: window is not None and index % 2 == 0),
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             activation_key="hidden_activation",
             tie_word_embeddings=True,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -15,8 +14,7 @@ from foreword.models.decoder_config import (
     read_local_and_global_rope,
     read_window,
 )
-from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
+from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2, apply_gemma_options
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW_PERIOD = 6  # every n-th layer is global
@@ -24,13 +22,12 @@ GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
 
-class Gemma3Text(Decoder):
+class Gemma3Text(Gemma2):
     """Local layers have a window and their own RoPE; RoPE scaling applies to global layers."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma3_text`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         period = config.get_int("sliding_window_pattern", WINDOW_PERIOD)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % period != 0)
@@ -45,8 +42,7 @@ class Gemma3Text(Decoder):
             "gemma3_text",
             layer_types=[LayerType(window, local_rope if window else global_rope) for window in windows],
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
             activation_key="hidden_activation",
             tie_word_embeddings=True,
@@ -56,7 +52,3 @@ class Gemma3Text(Decoder):
             attn_softcap=config.get_optional_float("attn_logit_softcapping"),
             logit_softcap=config.get_optional_float("final_logit_softcapping"),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return Gemma2Layer(builder)

@@ -88,14 +88,12 @@ class Gemma4(Decoder):
             raise config.error("layer_types", "must end with full_attention")
         k_eq_v = config.get_bool("attention_k_eq_v", False)
         shapes = _share_kv(config, windows, _read_shapes(config, windows, k_eq_v))
-        bias = config.get_bool("attention_bias", False)
         base = read_decoder_config(
             config,
             "gemma4",
             layer_types=_read_layer_types(config, windows, shapes, k_eq_v),
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
             activation_key="hidden_activation",
             tie_word_embeddings=True,

@@ -4,53 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder_config import (
-    DecoderConfig,
-    QKNorm,
-    read_decoder_config,
-    read_moe_config,
-    read_num_layers,
-)
-from foreword.models.expert_weights import ExpertNames, MoEConfig
+from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
+from foreword.models.deepseek_v2 import read_shared_moe
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
-
-NAMES = ExpertNames(shared="mlp.shared_experts")
-SCORE_BIAS = "gate.e_score_correction_bias"
-
-
-def read_routed_moe(
-    config: ConfigReader,
-    names: ExpertNames = NAMES,
-    *,
-    num_dense: int,
-    renormalize: bool = True,
-    scale: float = 1.0,
-    score_bias: str | None = SCORE_BIAS,
-    shared_key: str = "n_shared_experts",
-    num_shared: int = 1,
-) -> MoEConfig:
-    """Experts chosen in groups by the sigmoid of a logit plus a bias, beside shared experts without a gate.
-
-    num_dense, renormalize, scale, num_shared  defaults of first_k_dense_replace, norm_topk_prob,
-                                               routed_scaling_factor and `shared_key`
-    """
-    num_dense = config.get_int("first_k_dense_replace", num_dense, low=0)
-    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        config.require_value(key, value)
-    shared = config.get_optional_int(shared_key, num_shared, low=0) or 0
-    return read_moe_config(
-        config,
-        names,
-        renormalize=config.get_bool("norm_topk_prob", renormalize),
-        size_key="moe_intermediate_size",
-        has_experts=[index >= num_dense for index in range(read_num_layers(config))],
-        shared_intermediate_size=shared * config.get_int("moe_intermediate_size"),
-        scoring="sigmoid",
-        score_bias=score_bias,
-        scale=scale,
-        groups=(1, 1),
-    )
 
 
 class Glm4Moe(Llama):
@@ -68,7 +25,7 @@ class Glm4Moe(Llama):
             partial_rotary_factor=0.5,
         )
         num_mtp_layers = config.get_int("num_nextn_predict_layers", 1, low=0)
-        return replace(base, moe=read_routed_moe(config, num_dense=1), num_mtp_layers=num_mtp_layers)
+        return replace(base, moe=read_shared_moe(config, num_dense=1), num_mtp_layers=num_mtp_layers)
 
 
 class SolarOpen(Llama):
@@ -89,4 +46,4 @@ class SolarOpen(Llama):
             theta=1_000_000.0,
             intermediate_size=config.get_int("moe_intermediate_size"),
         )
-        return replace(base, moe=read_routed_moe(config, num_dense=0))
+        return replace(base, moe=read_shared_moe(config))

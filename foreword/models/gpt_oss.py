@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -13,8 +12,7 @@ from foreword.models.decoder_config import (
     read_window,
 )
 from foreword.models.expert_weights import ExpertNames
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 128
@@ -23,7 +21,7 @@ THETA = 150000.0
 NAMES = ExpertNames(router="router")
 
 
-class GptOss(Decoder):
+class GptOss(Llama):
     """Experts are floats, or MXFP4, which stays packed."""
 
     @classmethod
@@ -51,7 +49,3 @@ class GptOss(Decoder):
         )
         moe = read_moe_config(config, NAMES, renormalize=True, activation="gpt_oss", is_gpt_oss=True)
         return replace(base, attn_sinks=True, moe=moe)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,15 +12,14 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 128
 WINDOW_PERIOD = 4  # every n-th layer, from the first on, has full attention
 
 
-class Granite(Decoder):
+class Granite(Llama):
     """The residual stream is kept divided by `residual_multiplier`, so branches are added as they are.
 
     Each branch and the head begin with a norm, which ignores the scale of its input, but for its epsilon.
@@ -30,9 +28,8 @@ class Granite(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `granite`"""
-        bias = config.get_bool("attention_bias", False)
         mlp_bias = config.get_bool("mlp_bias", False)
-        base = read_decoder_config(config, "granite", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+        base = read_decoder_config(config, "granite", bias_key="attention_bias", mlp_bias=mlp_bias)
         residual_multiplier = config.get_float("residual_multiplier", 1.0)
         return replace(
             base,
@@ -41,10 +38,6 @@ class Granite(Decoder):
             eps=base.eps / residual_multiplier**2,
             logit_scale=1 / config.get_float("logits_scaling", 1.0),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 class GraniteSwa(Granite):

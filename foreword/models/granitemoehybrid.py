@@ -41,7 +41,7 @@ class GraniteMoeHybrid(Granite):
             for key in ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"):
                 config.get(key, None)
             base = replace(base, intermediate_size=shared_size)
-        if config.get_choice("position_embedding_type", {"rope": "rope", "nope": "nope"}, "nope") == "nope":
+        if config.get_choice("position_embedding_type", ("rope", "nope"), "nope") == "nope":
             base = replace(base, layer_types=(LayerType(None, NO_ROPE),) * len(base.layer_types))
         return cls._with_mamba(config, base)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foreword.layers.rope import RopeConfig
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,8 +12,7 @@ from foreword.models.decoder_config import (
     read_num_layers,
     read_rope,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 EPS = 1e-5
@@ -29,7 +27,7 @@ UNUSED_OPTIONS = (
 UNUSED_ROPE_OPTIONS = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 
 
-class HunyuanDense(Decoder):
+class HunyuanDense(Llama):
     """Hunyuan 0.5B to 7B and Hunyuan-MT."""
 
     @classmethod
@@ -39,20 +37,14 @@ class HunyuanDense(Decoder):
             config.require_value(key, value)
         for key in UNUSED_OPTIONS:
             config.get(key, None)
-        bias = config.get_bool("attention_bias", False)
         return read_decoder_config(
             config,
             "hunyuan_v1_dense",
             layer_types=[LayerType(None, _read_rope(config))] * read_num_layers(config),
             eps=EPS,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(("query_layernorm", "key_layernorm"), after_rope=True),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 def _read_rope(config: ConfigReader) -> RopeConfig:

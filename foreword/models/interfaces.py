@@ -9,10 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, CacheShape, HeadCache, HeadShape, LayerCache
+from foreword.core.batch import Batch, HeadCache, HeadShape, LayerCache
 from foreword.core.images import PromptImage
-from foreword.kernels.ops import Ops
-from foreword.layers.lora import LoraLayers
 from foreword.planning.memory import ModelInfo
 
 
@@ -140,39 +138,3 @@ class VisionEncoder(Protocol):
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
         """The black image that takes most memory, of at most `max_tokens` tokens if there are any."""
-
-
-class Model(Protocol):
-    """A loaded model."""
-
-    ops: Ops
-    info: ModelInfo
-    vocab_size: int  # V: width of the logits
-    cache_shapes: tuple[CacheShape, ...]  # one per layer
-    vision_encoder: VisionEncoder | None
-    lora: LoraLayers
-    head: Head | None  # set before anything is compiled
-
-    @property
-    def uses_mrope(self) -> bool:
-        """Whether batches need mrope_positions."""
-
-    @property
-    def has_states(self) -> bool:
-        """Whether batches need state_slots and anchor_tables."""
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """Prepare for contexts of this length. Call it before anything is compiled."""
-
-    @property
-    def rope_digest(self) -> str:
-        """Hash of RoPE's angles per position, which some checkpoints derive from the context limit."""
-
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
-
-    def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Compile the layers and the logits of sampled rows, float32 [R, V], valid until the next call."""
-
-    def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Compile forward() and the hidden states of sampled rows [R, H], valid until the next call."""

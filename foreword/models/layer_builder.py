@@ -13,9 +13,18 @@ from torch import Tensor
 from foreword.core.batch import CacheShape, KVShape, kv_shape_of, state_shape_of
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import NO_ALPHAS, Ops
+from foreword.kernels.ops import (
+    NO_ALPHAS,
+    GroupedInts,
+    Matrix,
+    Ops,
+    PackedHeads,
+    PackedLinear,
+    QuantizedBlocks,
+)
+from foreword.kernels.quantization import dequantize, slice_rows
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext, SplitProjection
-from foreword.layers.latent_attention import LatentAttention
+from foreword.layers.latent_attention import LatentAttention, LatentShape
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.lora import LoraLayers, deinterleaved_order, split_order
 from foreword.layers.mlp import MLP, MoE, SharedExpert, UngatedMLP
@@ -26,8 +35,12 @@ from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.expert_weights import MoEConfig, load_experts
 from foreword.models.interfaces import Precision
-from foreword.models.latent_weights import load_latent_attention
 from foreword.weights.renamed_weights import ReorderedWeights, ScaledWeights, rows_of_scale
+
+# Tensors of latent attention's keys and values
+LATENT_JOINED = "kv_b_proj.weight"  # rows of keys, then of values, of one head after the other
+LATENT_KEYS, LATENT_VALUES = "k_b_proj.weight", "v_b_proj.weight"  # of GGUF files: keys are transposed
+LATENT_NORM_EPS = 1e-6  # norms within latent attention, whatever that of the others
 
 
 class DecoderLayer(Protocol):
@@ -47,12 +60,13 @@ class LayerBuilder:
         precision: Precision,
         index: int,
         weights: Weights,
-        lora: LoraLayers,
+        lora: LoraLayers | None = None,
         head_inputs: int | None = None,
         first_position: int = 1,
     ) -> None:
         """weights of layer `index`
 
+        lora            of models whose config takes adapters
         head_inputs     of a trained head: width of its attention's input; else None
         first_position  that it sees: by default none sees the first token, which no hidden state precedes
         """
@@ -170,10 +184,40 @@ class LayerBuilder:
         )
 
     def latent_attention(self, name: str) -> LatentAttention:
-        """Multi-head latent attention."""
-        weights, make_linear = self._weights.prefixed(f"{name}."), partial(self._linear, name)
-        options = self._config, self._precision, weights, make_linear, self._first_position
-        return load_latent_attention(self.ops, *options)
+        """Multi-head latent attention, with keys and values absorbed into queries and outputs by head."""
+        ops, config, precision = self.ops, self._config, self._precision
+        shape, heads, hidden, bias = config.latent, config.num_heads, config.hidden_size, config.qkv_bias
+        assert shape is not None
+        rank, latent = shape.q_lora_rank, "kv_a_proj_with_mqa"
+        q_name = "q_proj" if rank is None else "q_b_proj"
+        orders = {
+            q_name: shape.query_order(heads, config.interleaved_rope),
+            latent: shape.key_order(config.interleaved_rope),
+        }
+        weights = ReorderedWeights(self._weights.prefixed(f"{name}."), orders)
+        linear = partial(self._linear, name, weights)
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(ops, weights.tensor(f"{name}.weight", size), LATENT_NORM_EPS)
+
+        query_input = None
+        if rank is not None:
+            query_input = linear(hidden, {"q_a_proj": rank}, bias), norm("q_a_layernorm", rank)
+        heads_k, heads_v = _load_latent_heads(ops, weights, precision.linear_format, shape, heads)
+        return LatentAttention(
+            ops,
+            shape,
+            heads,
+            config.attn_scale,
+            linear(rank or hidden, {q_name: heads * shape.qk_head_dim}, False, orders),
+            linear(hidden, {latent: shape.cached_dim}, bias, orders),
+            norm("kv_a_layernorm", shape.kv_lora_rank),
+            heads_k,
+            heads_v,
+            linear(heads * shape.v_head_dim, {"o_proj": hidden}, config.out_bias),
+            query_input,
+            self._first_position,
+        )
 
     def short_conv(self, name: str) -> ShortConv:
         """`in_proj` yields b, c and x; `conv.weight` is [H, 1, K]."""
@@ -373,6 +417,7 @@ class LayerBuilder:
         config = self._config
         if not config.takes_lora:
             return Linear(self.ops, packed)
+        assert self._lora is not None
         prefix = f"layers.{self._index}.{name}{'.' if name else ''}"
         lora = self._lora.add_linear(
             self.ops,
@@ -412,3 +457,37 @@ def build_norm(ops: Ops, config: DecoderConfig, weights: Weights, name: str) -> 
         return RMSNorm(ops, weight, config.eps)
     bias = weights.tensor(f"{name}.bias", config.hidden_size) if config.norm_bias else None
     return LayerNorm(ops, weight, bias, config.eps)
+
+
+def _load_latent_heads(
+    ops: Ops, weights: Weights, weight_format: str, shape: LatentShape, heads: int
+) -> tuple[PackedHeads, PackedHeads]:
+    """Weights [L, qk_nope_head_dim] that queries are multiplied by, and [v_head_dim, L] of outputs.
+
+    Rows of quantized values stay quantized; transposed keys become floats, which get this format.
+    """
+    nope, rank, value_dim = shape.qk_nope_head_dim, shape.kv_lora_rank, shape.v_head_dim
+    keys: list[PackedLinear] = []
+    values: list[PackedLinear] = []
+    if weights.has(LATENT_KEYS):
+        for packed, name, size in (
+            (keys, LATENT_KEYS, (rank, nope)),
+            (values, LATENT_VALUES, (value_dim, rank)),
+        ):
+            for head in range(heads):
+                with weights.stacked(name, head, heads, *size) as matrix:
+                    packed.append(ops.pack_linear([matrix], weight_format))
+    else:
+        with weights.weights({LATENT_JOINED: heads * (nope + value_dim)}, rank) as (matrix,):
+            for first in range(0, heads * (nope + value_dim), nope + value_dim):
+                rows = slice_rows(matrix, slice(first, first + nope))
+                keys.append(ops.pack_linear([_as_floats(rows).t().contiguous()], weight_format))
+                rows = slice_rows(matrix, slice(first + nope, first + nope + value_dim))
+                is_ordered = isinstance(rows, GroupedInts | QuantizedBlocks) and rows.input_order is not None
+                values.append(ops.pack_linear([_as_floats(rows) if is_ordered else rows], weight_format))
+    return ops.pack_heads(keys), ops.pack_heads(values)
+
+
+def _as_floats(matrix: Matrix) -> Tensor:
+    """[N, K]"""
+    return matrix if isinstance(matrix, Tensor) else dequantize(matrix)

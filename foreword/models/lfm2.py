@@ -38,24 +38,12 @@ class Lfm2(Decoder):
         """config.json of model_type `lfm2`"""
         for key in ("block_norm_eps", *TRAINING_KEYS):
             config.get(key, None)  # without effect
-        bias, kernel_size = read_conv_options(config)
-        base = read_decoder_config(
-            config,
-            "lfm2",
-            qk_norm=QK_NORM,
-            eps=1e-5,
-            eps_key="norm_eps",
-            theta=THETA,
-            activation="silu",
-            intermediate_size=_read_intermediate_size(config),
-            tie_word_embeddings=config.get_bool("tie_embedding", True),
-        )
+        base = read_conv_decoder(config, "lfm2", _read_intermediate_size(config))
         for key in ("block_dim", "conv_dim", "conv_dim_out"):
             config.require_value(key, base.hidden_size)
         for key, value in (("num_heads", base.num_heads), ("block_use_swiglu", True), ("use_pos_enc", True)):
             config.require_value(key, value)
-        shapes = read_conv_layers(config, base.hidden_size, kernel_size)
-        return replace(base.with_states(shapes), conv_bias=bias)
+        return base
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
@@ -68,20 +56,26 @@ class Lfm2(Decoder):
         return LlamaLayer(builder, mixer, mlp, norms=("operator_norm", "ffn_norm"))
 
 
-def read_conv_options(config: ConfigReader) -> tuple[bool, int]:
-    """Whether convolutions and their projections have biases, and the inputs of an output."""
-    return config.get_bool("conv_bias", False), config.get_int("conv_L_cache", 3, low=2, high=MAX_KERNEL_SIZE)
-
-
-def read_conv_layers(
-    config: ConfigReader, hidden_size: int, kernel_size: int
-) -> tuple[StateShape | None, ...]:
-    """The state of each layer, None for attention: by `layer_types`, or else by `full_attn_idxs`."""
+def read_conv_decoder(config: ConfigReader, architecture: str, intermediate_size: int) -> DecoderConfig:
+    """Layers have attention or a convolution: by `layer_types`, or else by `full_attn_idxs`."""
+    base = read_decoder_config(
+        config,
+        architecture,
+        qk_norm=QK_NORM,
+        eps=1e-5,
+        eps_key="norm_eps",
+        theta=THETA,
+        activation="silu",
+        intermediate_size=intermediate_size,
+        tie_word_embeddings=config.get_bool("tie_embedding", True),
+    )
+    shape = StateShape(base.hidden_size, config.get_int("conv_L_cache", 3, low=2, high=MAX_KERNEL_SIZE))
     indexes = config.get("full_attn_idxs", None)
     if indexes is not None and (not isinstance(indexes, list) or any(type(i) is not int for i in indexes)):
         raise config.error("full_attn_idxs", f"must be a list of whole numbers, got {indexes!r:.60}")
     flags = read_attention_layers(config, "conv", lambda index: indexes is None or index in indexes)
-    return tuple(None if has_attention else StateShape(hidden_size, kernel_size) for has_attention in flags)
+    states = base.with_states([None if has_attention else shape for has_attention in flags])
+    return replace(states, conv_bias=config.get_bool("conv_bias", False))
 
 
 def _read_intermediate_size(config: ConfigReader) -> int:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     DecoderConfig,
-    read_decoder_config,
     read_moe_config,
     read_num_layers,
 )
 from foreword.models.expert_weights import ExpertNames
-from foreword.models.lfm2 import QK_NORM, THETA, Lfm2, read_conv_layers, read_conv_options
+from foreword.models.lfm2 import Lfm2, read_conv_decoder
 from foreword.weights.config_reader import ConfigReader
 
 NAMES = ExpertNames(module="feed_forward", projections=("w1", "w3", "w2"))
@@ -24,18 +23,8 @@ class Lfm2Moe(Lfm2):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `lfm2_moe`"""
-        bias, kernel_size = read_conv_options(config)
-        base = read_decoder_config(
-            config,
-            "lfm2_moe",
-            qk_norm=QK_NORM,
-            eps=1e-5,
-            eps_key="norm_eps",
-            theta=THETA,
-            activation="silu",
-            intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
-            tie_word_embeddings=config.get_bool("tie_embedding", True),
-        )
+        size = config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE)
+        base = read_conv_decoder(config, "lfm2_moe", size)
         num_dense = config.get_int("num_dense_layers", 2, low=0)
         moe = read_moe_config(
             config,
@@ -48,5 +37,4 @@ class Lfm2Moe(Lfm2):
             scale=1.0,
             score_bias="expert_bias" if config.get_bool("use_expert_bias", True) else None,
         )
-        shapes = read_conv_layers(config, base.hidden_size, kernel_size)
-        return replace(base.with_states(shapes), conv_bias=bias, moe=moe)
+        return replace(base, moe=moe)

@@ -53,9 +53,8 @@ class Llama(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `llama`"""
-        bias = config.get_bool("attention_bias", False)
         mlp_bias = config.get_bool("mlp_bias", False)
-        return read_decoder_config(config, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+        return read_decoder_config(config, "llama", bias_key="attention_bias", mlp_bias=mlp_bias)
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""

@@ -13,9 +13,9 @@ from foreword.models.decoder_config import (
     read_layer_windows,
     read_local_and_global_rope,
     read_moe_config,
-    read_num_layers,
     read_window,
 )
+from foreword.models.deepseek_v2 import read_mlp_types
 from foreword.models.expert_weights import ExpertNames
 from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
@@ -23,7 +23,6 @@ from foreword.weights.config_reader import ConfigReader
 HEAD_DIM = 128
 WINDOW = 1024
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 500_000.0
-MLP_TYPES = ("dense", "sparse")
 
 
 class Mellum(Llama):
@@ -32,7 +31,6 @@ class Mellum(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `mellum`"""
-        bias = config.get_bool("attention_bias", False)
         windows = read_layer_windows(config, read_window(config, WINDOW), lambda index: False)
         local, full = read_local_and_global_rope(
             config, read_head_dim(config, HEAD_DIM), LOCAL_THETA, GLOBAL_THETA
@@ -44,8 +42,7 @@ class Mellum(Llama):
             "mellum",
             layer_types=[LayerType(window, local if window else full) for window in windows],
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
         moe = read_moe_config(
@@ -56,14 +53,3 @@ class Mellum(Llama):
             has_experts=read_mlp_types(config),
         )
         return replace(base, moe=moe)
-
-
-def read_mlp_types(config: ConfigReader, num_dense: int = 0) -> list[bool]:
-    """Whether each layer has experts: from `mlp_layer_types`, or else all but the first `num_dense`."""
-    num_layers = read_num_layers(config)
-    default = [MLP_TYPES[index >= num_dense] for index in range(num_layers)]
-    types = config.get_strs("mlp_layer_types", num_layers) or default
-    unknown = next((item for item in types if item not in MLP_TYPES), None)
-    if unknown is not None:
-        raise config.error("mlp_layer_types", f"has {unknown!r}; known: {', '.join(MLP_TYPES)}")
-    return [item == "sparse" for item in types]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -12,15 +11,14 @@ from foreword.models.decoder_config import (
     read_query_scaled_rope,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 EPS = 1e-5
 
 
-class Ministral3(Decoder):
+class Ministral3(Llama):
     """Text checkpoints; the scale of queries is `llama_4_scaling_beta`."""
 
     @classmethod
@@ -37,7 +35,3 @@ class Ministral3(Decoder):
             head_dim=HEAD_DIM,
             eps=EPS,
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_layer_windows, read_window
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096  # default; null means no window
 
 
-class Mistral(Decoder):
+class Mistral(Llama):
     """A row attends to itself and the `sliding_window - 1` positions before it.
 
     Ministral 8B (model_type `ministral`) has windows in some layers, by `layer_types`.
@@ -23,7 +21,3 @@ class Mistral(Decoder):
         window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: window is not None)
         return read_decoder_config(config, str(config.get("model_type", "mistral")), windows=windows)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

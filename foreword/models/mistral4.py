@@ -7,7 +7,6 @@ from dataclasses import replace
 from foreword.models.decoder_config import DecoderConfig, read_query_scaled_rope
 from foreword.models.deepseek_v2 import (
     DeepseekV2,
-    read_first_dense,
     read_latent_decoder,
     read_latent_shape,
     read_shared_moe,
@@ -27,11 +26,5 @@ class Mistral4(DeepseekV2):
         base = read_latent_decoder(config, "mistral4", shape, rope, shape.qk_head_dim)
         for key in ("n_group", "topk_group"):
             config.require_value(key, 1)
-        moe = read_shared_moe(
-            config,
-            read_first_dense(config, 0),
-            renormalize=config.get_bool("norm_topk_prob", True),
-            scale=1.0,
-            groups=None,
-        )
+        moe = read_shared_moe(config, groups=None, is_sigmoid=False)
         return replace(base, interleaved_rope=config.get_bool("rope_interleave", True), moe=moe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -13,14 +12,13 @@ from foreword.models.decoder_config import (
     read_window,
 )
 from foreword.models.expert_weights import ExpertNames
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 NAMES = ExpertNames(module="block_sparse_moe", projections=("w1", "w3", "w2"))
 
 
-class Mixtral(Decoder):
+class Mixtral(Llama):
     """A window, if any, is in all layers."""
 
     @classmethod
@@ -31,7 +29,3 @@ class Mixtral(Decoder):
             config, "mixtral", windows=(window,) * read_num_layers(config), eps=1e-5, theta=1e6
         )
         return replace(base, moe=read_moe_config(config, NAMES, renormalize=True))
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -19,11 +19,11 @@ from foreword.models.architectures import ALIASES, ARCHITECTURES, read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
 from foreword.models.interfaces import Precision
-from foreword.models.vision.llava import Llava
-from foreword.models.vision.llava_next import LlavaNext
-from foreword.models.vision.qwen2_5_vl import Qwen25VL
-from foreword.models.vision.qwen2_vl import Qwen2VL
-from foreword.models.vision.qwen3_vl import Qwen3VL
+from foreword.models.vision.llava import read_llava
+from foreword.models.vision.llava_next import read_llava_next
+from foreword.models.vision.qwen2_5_vl import read_qwen2_5_vl
+from foreword.models.vision.qwen2_vl import read_qwen2_vl
+from foreword.models.vision.qwen3_vl import read_qwen3_vl
 from foreword.models.vision.vision_model import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.planning.memory import ModelInfo
 from foreword.weights.config_reader import ConfigReader, read_json
@@ -47,13 +47,13 @@ from foreword.weights.safetensors_weights import SafetensorsWeights
 from foreword.weights.trained_heads import MTPNames, brings_mtp_head
 from foreword.weights.unsupported_families import describe_checkpoint
 
-VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
+VISION_MODELS: Mapping[str, Callable[[ConfigReader, Path], VisionModel]] = MappingProxyType(
     {
-        "llava": Llava,
-        "llava_next": LlavaNext,
-        "qwen2_vl": Qwen2VL,
-        "qwen2_5_vl": Qwen25VL,
-        "qwen3_vl": Qwen3VL,
+        "llava": read_llava,
+        "llava_next": read_llava_next,
+        "qwen2_vl": read_qwen2_vl,
+        "qwen2_5_vl": read_qwen2_5_vl,
+        "qwen3_vl": read_qwen3_vl,
     }
 )
 # Multimodal checkpoints whose text alone runs here, and the prefixes of their tensors in files
@@ -90,6 +90,17 @@ EMBEDDING_TENSORS = {
     "model.word_embeddings.weight",
 }  # missing in checkpoints that were saved without a head
 INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
+CheckpointFiles = GGUFWeights | SafetensorsWeights
+
+
+@dataclass(frozen=True, slots=True)
+class MTPFiles:
+    """Tensors of the MTP head in a checkpoint."""
+
+    names: MTPNames
+    files: CheckpointFiles
+    others: set[str]  # in the files, that the head does not read
+    with_memory_info: Callable[[ModelInfo], ModelInfo]
 
 
 def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
@@ -97,88 +108,7 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
 
     Raises CheckpointError.
     """
-    precision, weights = Precision.from_dtypes("float32"), MetaWeights()
-    if not is_gguf(path):
-        spec = _read_config(path)
-        if spec.quantization is None:
-            info = _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
-            return replace(info, unused_parts=_describe_unused(path, spec))
-        files = QuantizedWeights(path, spec.quantization)
-        renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
-        model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
-        info = files.with_memory_info(model.info)
-        return replace(info, unused_parts=_describe_unused(path, spec))
-    file = _open_gguf(path)
-    check_tensor_types(file.gguf, gguf_dequantize)
-    model = file.architecture(file.config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
-    info = with_memory_info(model.info, file.gguf)
-    if brings_mtp_head(path):
-        return info
-    num_values = sum(tensor.num_values for tensor in file.mtp_head.tensors.values())
-    return replace(info, unused_parts=_describe_parts({MTP_HEAD: num_values}))
-
-
-def read_shape(path: Path) -> Decoder:
-    """The decoder of a checkpoint, without its tensors. Raises CheckpointError."""
-    options = (MetaOps(), Precision.from_dtypes("float32"), MetaWeights(), "cpu", INFO_MAX_MODEL_LEN)
-    if is_gguf(path):
-        file = _open_gguf(path)
-        return file.architecture(file.config, *options)
-    return _build_model(_read_config(path), *options)
-
-
-@dataclass(frozen=True, slots=True)
-class MTPWeights:
-    """Tensors of the MTP head in a checkpoint."""
-
-    names: MTPNames
-    weights: Weights
-    check_all_read: Callable[[], None]  # raises CheckpointError for tensors of the head that were not read
-    with_memory_info: Callable[[ModelInfo], ModelInfo]
-
-
-def open_mtp_weights(
-    path: Path,
-    gguf_dequantize: bool = False,
-    device_loader: DeviceLoader | None = None,
-    headers: bool = False,
-) -> MTPWeights:
-    """headers: names and shapes alone. Raises CheckpointError if no head is there that runs here."""
-    if is_gguf(path):
-        file = _open_gguf(path)
-        names = _mtp_names(file.config, path, gguf=True)
-        tensors = file.weights(gguf_dequantize, None, device_loader, mtp_head=True)
-        architecture = file.gguf.metadata["general.architecture"]
-        copies = {gguf_name(f"{prefix}weight", architecture) for prefix in names.copies}
-        return MTPWeights(
-            names,
-            HeaderWeights(tensors.lookup, tensors.has) if headers else tensors,
-            partial(tensors.check_all_read, copies),
-            partial(with_memory_info, gguf=file.mtp_head),
-        )
-    spec = _read_config(path)
-    names = _mtp_names(spec.config, path)
-    files = _open_files(path, spec, None, device_loader)
-    others = {name for name in files.names if not name.startswith(names.prefix)}
-    others |= {name for name in files.names if name.startswith(names.copies)}
-    return MTPWeights(
-        names,
-        HeaderWeights(files.check_shape, files.has) if headers else files,
-        partial(files.check_all_read, others),
-        files.with_memory_info if isinstance(files, QuantizedWeights) else _unchanged,
-    )
-
-
-def _unchanged(info: ModelInfo) -> ModelInfo:
-    return info
-
-
-def _mtp_names(config: DecoderConfig, path: Path, gguf: bool = False) -> MTPNames:
-    names = MTPNames.of_family(config.architecture, len(config.layer_types), gguf)
-    if names is None:
-        problem = f"has no MTP head that runs here: {config.architecture}"
-        raise CheckpointError(f"{path} {problem}", "speculate")
-    return names
+    return open_checkpoint(path).read_info(gguf_dequantize)
 
 
 def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
@@ -186,19 +116,11 @@ def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
 
     Returns the bytes of all tensors. Raises CheckpointError.
     """
-    precision = Precision.from_dtypes("float32")
-    if is_gguf(path):
-        file = _open_gguf(path)
-        tensors = file.weights(gguf_dequantize)
-        headers = HeaderWeights(tensors.lookup, tensors.has)
-        file.architecture(file.config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
-        tensors.check_all_read()
-        return tensors.num_bytes
-    spec = _read_config(path)
-    files = _open_files(path, spec)
-    renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
-    _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
-    files.check_all_read(_ignored_weights(spec, renamed, files.names))
+    checkpoint = open_checkpoint(path)
+    files = checkpoint.open_files(gguf_dequantize)
+    weights = checkpoint.rename(HeaderWeights(files), files.names)
+    checkpoint.build_shape(weights)
+    files.check_all_read(checkpoint.ignored_names(weights, files.names))
     return files.num_bytes
 
 
@@ -230,32 +152,17 @@ def load_model(
     lora             room for adapters; None: LoRA is off
     Raises CheckpointError, which names the option, the tensor or the file.
     """
+    checkpoint = open_checkpoint(path)
     if dummy:
-        return _load_dummy_model(path, ops, precision, device, max_model_len, lora)
+        checkpoint.check_dummy()
+        random = DummyWeights(device, getattr(torch, checkpoint.config.dtype))
+        return checkpoint.build(ops, precision, random, device, max_model_len, lora)
     with open_device_loader(device) as device_loader:
-        if is_gguf(path):
-            file = _open_gguf(path)
-            weights = file.weights(gguf_dequantize, progress, device_loader)
-            model = file.architecture(file.config, ops, precision, weights, device, max_model_len, lora)
-            weights.check_all_read()
-            return model
-        spec = _read_config(path)
-        files = _open_files(path, spec, progress, device_loader)
-        renamed = _rename_weights(spec, files, files.names)
-        model = _build_model(spec, ops, precision, renamed, device, max_model_len, lora)
-        files.check_all_read(_ignored_weights(spec, renamed, files.names))
+        files = checkpoint.open_files(gguf_dequantize, progress, device_loader)
+        weights = checkpoint.rename(files, files.names)
+        model = checkpoint.build(ops, precision, weights, device, max_model_len, lora)
+        files.check_all_read(checkpoint.ignored_names(weights, files.names))
         return model
-
-
-def _open_files(
-    path: Path,
-    spec: _ModelSpec,
-    progress: Callable[[int, int], None] | None = None,
-    device_loader: DeviceLoader | None = None,
-) -> SafetensorsWeights:
-    if spec.quantization is None:
-        return SafetensorsWeights(path, progress, device_loader)
-    return QuantizedWeights(path, spec.quantization, progress, device_loader)
 
 
 def open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
@@ -263,104 +170,184 @@ def open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | Non
     return nullcontext() if device == "cpu" else DeviceLoader(device)
 
 
-def _load_dummy_model(
-    path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int, lora: LoraLimits | None
-) -> Decoder:
-    """The model of a config.json with random weights."""
-    if is_gguf(path):
-        problem = "load_format dummy needs a directory with a config.json"
-        raise CheckpointError(f"{path}: {problem}", "load_format")
-    spec = _read_config(path)
-    if spec.quantization is not None:
-        problem = (
-            f"load_format dummy needs a plain checkpoint; this one is quantized ({spec.quantization.method})"
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """A config.json or the header of a GGUF file."""
+
+    path: Path
+    architecture: type[Decoder]
+    config: DecoderConfig
+    vision: VisionModel | None  # None: text only
+    name: str  # model_type in the config.json
+
+    def build(
+        self,
+        ops: Ops,
+        precision: Precision,
+        weights: Weights,
+        device: str,
+        max_model_len: int,
+        lora: LoraLimits | None = None,
+    ) -> Decoder:
+        model = self.architecture(self.config, ops, precision, weights, device, max_model_len, lora)
+        if self.vision is None:
+            return model
+        before = weights.num_parameters
+        model.vision_encoder = self.vision.build_tower(ops, precision, weights, device)
+        model.info = replace(
+            model.info,
+            architecture=self.name,
+            parameters=weights.num_parameters,
+            vision_parameters=weights.num_parameters - before,
+            image_token_id=self.vision.image_token_id,
         )
-        raise CheckpointError(f"{path}: {problem}", "load_format")
-    weights = DummyWeights(device, getattr(torch, spec.config.dtype))
-    return _build_model(spec, ops, precision, weights, device, max_model_len, lora)
+        return model
+
+    def build_shape(self, weights: Weights | None = None) -> Decoder:
+        """The model without its tensors; weights: also without, by default of any names."""
+        precision = Precision.from_dtypes("float32")
+        return self.build(MetaOps(), precision, weights or MetaWeights(), "cpu", INFO_MAX_MODEL_LEN)
+
+    def mtp_names(self, gguf: bool) -> MTPNames:
+        """Raises CheckpointError for a family without an MTP head that runs here."""
+        names = MTPNames.of_family(self.config.architecture, len(self.config.layer_types), gguf)
+        if names is None:
+            problem = f"has no MTP head that runs here: {self.config.architecture}"
+            raise CheckpointError(f"{self.path} {problem}", "speculate")
+        return names
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelSpec:
+class _Folder(_Checkpoint):
     """Contents of a config.json."""
 
-    architecture: type[Decoder]
-    config: DecoderConfig
-    vision: VisionModel | None = None  # None: text only
-    name: str = ""  # model_type in the config.json
-    quantization: Quantization | None = None
+    quantization: Quantization | None
+
+    def read_info(self, gguf_dequantize: bool) -> ModelInfo:
+        if self.quantization is None:
+            info = self.build_shape().info
+        else:
+            files = QuantizedWeights(self.path, self.quantization)
+            weights = self.rename(HeaderWeights(files), files.names)
+            info = files.with_memory_info(self.build_shape(weights).info)
+        return replace(info, unused_parts=self._describe_unused())
+
+    def open_files(
+        self,
+        gguf_dequantize: bool,
+        progress: Callable[[int, int], None] | None = None,
+        device_loader: DeviceLoader | None = None,
+    ) -> SafetensorsWeights:
+        if self.quantization is None:
+            return SafetensorsWeights(self.path, progress, device_loader)
+        return QuantizedWeights(self.path, self.quantization, progress, device_loader)
+
+    def open_mtp_head(self, gguf_dequantize: bool, device_loader: DeviceLoader | None) -> MTPFiles:
+        names = self.mtp_names(gguf=False)
+        files = self.open_files(gguf_dequantize, None, device_loader)
+        others = {name for name in files.names if not name.startswith(names.prefix)}
+        others |= {name for name in files.names if name.startswith(names.copies)}
+        describe = files.with_memory_info if isinstance(files, QuantizedWeights) else lambda info: info
+        return MTPFiles(names, files, others, describe)
+
+    def check_dummy(self) -> None:
+        """Raises CheckpointError if there can be no random weights for it."""
+        if self.quantization is not None:
+            method = self.quantization.method
+            problem = f"load_format dummy needs a plain checkpoint; this one is quantized ({method})"
+            raise CheckpointError(f"{self.path}: {problem}", "load_format")
+
+    def rename(self, weights: Weights, names: frozenset[str]) -> Weights:
+        """Weights by the names that our models use; `names` are those in the files."""
+        if self.vision is not None:
+            return MultipartWeights(weights, names, self.vision.weight_prefixes)
+        prefixes = TEXT_PREFIXES if self.name in TEXT_MODELS else self.architecture.WEIGHT_PREFIXES
+        if prefixes:
+            return MultipartWeights(weights, names, prefixes)
+        return HeadlessWeights(weights) if EMBEDDING_TENSORS.isdisjoint(names) else weights
+
+    def ignored_names(self, weights: Weights, names: frozenset[str]) -> set[str]:
+        """Tensors that are not loaded: a tied head, and unused parts; weights: of rename()."""
+        name_in_file = weights.name_in_file if isinstance(weights, MultipartWeights) else str
+        ignored = {name_in_file("lm_head.weight")} if self.config.tie_word_embeddings else set()
+        vision_prefixes = () if self.vision is None else self.vision.ignored_prefixes
+        prefixes = tuple(map(name_in_file, (*self.config.unread_prefixes, *vision_prefixes)))
+        return ignored | {name for name in names if name.startswith((*prefixes, *self._unused_parts()))}
+
+    def _unused_parts(self) -> dict[str, str]:
+        """What the files may hold beside the text, in words, by the prefixes of its tensors."""
+        parts = dict(UNUSED_PARTS) if self.name in MULTIPART_FAMILIES else {}
+        num_layers = len(self.config.layer_types)
+        for layer in range(num_layers, num_layers + self.config.num_mtp_layers):
+            parts[f"model.layers.{layer}."] = MTP_HEAD
+        return parts
+
+    def _describe_unused(self) -> tuple[str, ...]:
+        """What the files hold beside the text, in words; () if there are no files."""
+        prefixes = self._unused_parts()
+        if not prefixes:
+            return ()
+        try:
+            files = SafetensorsWeights(self.path)
+        except CheckpointError:  # loading says so, unless it is of random weights
+            return ()
+        parts: dict[str, int] = {}
+        for prefix, part in prefixes.items():
+            if part != MTP_HEAD or not brings_mtp_head(self.path):
+                parts[part] = parts.get(part, 0) + files.count_values(prefix)
+        return _describe_parts(parts)
 
 
-def _build_model(
-    spec: _ModelSpec,
-    ops: Ops,
-    precision: Precision,
-    weights: Weights,
-    device: str,
-    max_model_len: int,
-    lora: LoraLimits | None = None,
-) -> Decoder:
-    model = spec.architecture(spec.config, ops, precision, weights, device, max_model_len, lora)
-    vision = spec.vision
-    if vision is None:
-        return model
-    before = weights.num_parameters
-    model.vision_encoder = vision.build_tower(ops, precision, weights, device)
-    model.info = replace(
-        model.info,
-        architecture=spec.name,
-        parameters=weights.num_parameters,
-        vision_parameters=weights.num_parameters - before,
-        image_token_id=vision.image_token_id,
-    )
-    return model
+@dataclass(frozen=True, slots=True)
+class _GGUFModel(_Checkpoint):
+    """Header of a GGUF file."""
 
+    gguf: GGUFFile  # without the tensors of an MTP head
+    mtp_head: GGUFFile  # these alone
 
-def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> Weights:
-    """Weights by the names that our models use; `names` are those in the files."""
-    if spec.vision is not None:
-        return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
-    prefixes = TEXT_PREFIXES if spec.name in TEXT_MODELS else spec.architecture.WEIGHT_PREFIXES
-    if prefixes:
-        return MultipartWeights(weights, names, prefixes)
-    return HeadlessWeights(weights) if EMBEDDING_TENSORS.isdisjoint(names) else weights
+    def read_info(self, gguf_dequantize: bool) -> ModelInfo:
+        check_tensor_types(self.gguf, gguf_dequantize)
+        info = with_memory_info(self.build_shape().info, self.gguf)
+        if brings_mtp_head(self.path):
+            return info
+        num_values = sum(tensor.num_values for tensor in self.mtp_head.tensors.values())
+        return replace(info, unused_parts=_describe_parts({MTP_HEAD: num_values}))
 
+    def open_files(
+        self,
+        gguf_dequantize: bool,
+        progress: Callable[[int, int], None] | None = None,
+        device_loader: DeviceLoader | None = None,
+    ) -> GGUFWeights:
+        return self._open(self.gguf, gguf_dequantize, progress, device_loader)
 
-def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> set[str]:
-    """Tensors that are not loaded: a tied head, and unused parts of the vision encoder."""
-    name_in_file = weights.name_in_file if isinstance(weights, MultipartWeights) else str
-    ignored = {name_in_file("lm_head.weight")} if spec.config.tie_word_embeddings else set()
-    unread = tuple(map(name_in_file, spec.config.unread_prefixes))
-    ignored |= {name for name in names if name.startswith(unread)}
-    if spec.vision is not None:
-        prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
-        ignored |= {name for name in names if name.startswith(prefixes)}
-    return ignored | {name for name in names if name.startswith(tuple(_unused_parts(spec)))}
+    def check_dummy(self) -> None:
+        problem = "load_format dummy needs a directory with a config.json"
+        raise CheckpointError(f"{self.path}: {problem}", "load_format")
 
+    def rename(self, weights: Weights, names: frozenset[str]) -> Weights:
+        return weights
 
-def _unused_parts(spec: _ModelSpec) -> dict[str, str]:
-    """What the files may hold beside the text, in words, by the prefixes of its tensors."""
-    parts = dict(UNUSED_PARTS) if spec.name in MULTIPART_FAMILIES else {}
-    num_layers = len(spec.config.layer_types)
-    for layer in range(num_layers, num_layers + spec.config.num_mtp_layers):
-        parts[f"model.layers.{layer}."] = MTP_HEAD
-    return parts
+    def ignored_names(self, weights: Weights, names: frozenset[str]) -> set[str]:
+        return set()
 
+    def open_mtp_head(self, gguf_dequantize: bool, device_loader: DeviceLoader | None) -> MTPFiles:
+        names = self.mtp_names(gguf=True)
+        files = self._open(self.mtp_head, gguf_dequantize, None, device_loader)
+        architecture = self.gguf.metadata["general.architecture"]
+        copies = {gguf_name(f"{prefix}weight", architecture) for prefix in names.copies}
+        return MTPFiles(names, files, copies, partial(with_memory_info, gguf=self.mtp_head))
 
-def _describe_unused(path: Path, spec: _ModelSpec) -> tuple[str, ...]:
-    """What the files hold beside the text, in words; () if there are no files."""
-    prefixes = _unused_parts(spec)
-    if not prefixes:
-        return ()
-    try:
-        files = SafetensorsWeights(path)
-    except CheckpointError:  # loading says so, unless it is of random weights
-        return ()
-    parts: dict[str, int] = {}
-    for prefix, part in prefixes.items():
-        if part != MTP_HEAD or not brings_mtp_head(path):
-            parts[part] = parts.get(part, 0) + files.count_values(prefix)
-    return _describe_parts(parts)
+    def _open(
+        self,
+        gguf: GGUFFile,
+        allow_dequantize: bool,
+        progress: Callable[[int, int], None] | None,
+        device_loader: DeviceLoader | None,
+    ) -> GGUFWeights:
+        heads = self.config.num_heads, self.config.kv_shapes[0].heads
+        state = next(iter(self.config.state_shapes), None)
+        return GGUFWeights(gguf, heads, allow_dequantize, progress, device_loader, state)
 
 
 def _describe_parts(num_values: Mapping[str, int]) -> tuple[str, ...]:
@@ -369,20 +356,28 @@ def _describe_parts(num_values: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"{part} is not used yet ({count / 1e6:.1f} M values)" for part, count in counts.items())
 
 
-def _read_config(path: Path) -> _ModelSpec:
+def open_checkpoint(path: Path) -> _Folder | _GGUFModel:
+    """Read the config of a directory or a GGUF file. Raises CheckpointError."""
+    return _open_gguf(path) if is_gguf(path) else _open_folder(path)
+
+
+def _open_folder(path: Path) -> _Folder:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
     reader = ConfigReader(read_json(file), str(file))
     quantization = read_quantization(reader, path)
     model_type = reader.get("model_type")
+    vision: VisionModel | None = None
     if isinstance(model_type, str) and model_type in TEXT_MODELS:
-        return _ModelSpec(*_read_text_model(reader), name=model_type, quantization=quantization)
-    if not isinstance(model_type, str) or model_type not in VISION_MODELS:
-        return _ModelSpec(*_read_known_decoder(reader), name=str(model_type), quantization=quantization)
-    vision = VISION_MODELS[model_type].from_config(reader, path)
-    reader.check_all_read()
-    return _ModelSpec(vision.decoder_type, vision.decoder_config, vision, model_type, quantization)
+        decoder = _read_text_model(reader)
+    elif not isinstance(model_type, str) or model_type not in VISION_MODELS:
+        decoder = _read_known_decoder(reader)
+    else:
+        vision = VISION_MODELS[model_type](reader, path)
+        decoder = vision.decoder_type, vision.decoder_config
+        reader.check_all_read()
+    return _Folder(path, *decoder, vision, str(model_type), quantization)
 
 
 def _read_text_model(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
@@ -402,28 +397,6 @@ def _read_text_model(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig
     return architecture, replace(config, tie_word_embeddings=tied)
 
 
-@dataclass(frozen=True, slots=True)
-class _GGUFModel:
-    """Header of a GGUF file."""
-
-    architecture: type[Decoder]
-    config: DecoderConfig
-    gguf: GGUFFile  # without the tensors of an MTP head
-    mtp_head: GGUFFile  # these alone
-
-    def weights(
-        self,
-        allow_dequantize: bool,
-        progress: Callable[[int, int], None] | None = None,
-        device_loader: DeviceLoader | None = None,
-        mtp_head: bool = False,
-    ) -> GGUFWeights:
-        kv_heads = self.config.kv_shapes[0].heads
-        heads, state = (self.config.num_heads, kv_heads), next(iter(self.config.state_shapes), None)
-        gguf = self.mtp_head if mtp_head else self.gguf
-        return GGUFWeights(gguf, heads, allow_dequantize, progress, device_loader, state)
-
-
 def _open_gguf(path: Path) -> _GGUFModel:
     """Norm weights in GGUF files include the architecture's offset."""
     gguf = open_gguf(path)
@@ -432,9 +405,8 @@ def _open_gguf(path: Path) -> _GGUFModel:
     name = gguf.metadata["general.architecture"]
     unread = {gguf_name(f"{prefix}weight", name) for prefix in config.unread_prefixes}
     gguf = replace(gguf, tensors={key: info for key, info in gguf.tensors.items() if key not in unread})
-    takes_lora = name not in SCALED_ARCHITECTURES
-    config = replace(config, norm_offset=0.0, takes_lora=takes_lora)
-    return _GGUFModel(architecture, config, *split_mtp_head(gguf))
+    config = replace(config, norm_offset=0.0, takes_lora=name not in SCALED_ARCHITECTURES)
+    return _GGUFModel(path, architecture, config, None, "", *split_mtp_head(gguf))
 
 
 def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:

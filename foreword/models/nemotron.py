@@ -17,12 +17,10 @@ class Arcee(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `arcee`"""
-        bias = config.get_bool("attention_bias", False)
         return read_decoder_config(
             config,
             "arcee",
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             eps=1e-5,
         )
@@ -38,12 +36,10 @@ class Nemotron(Arcee):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `nemotron`"""
-        bias = config.get_bool("attention_bias", False)
         base = read_decoder_config(
             config,
             "nemotron",
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             eps=1e-5,
             eps_key="norm_eps",

@@ -36,9 +36,8 @@ class Olmo2(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `olmo2`"""
-        bias = config.get_bool("attention_bias", False)
         return read_decoder_config(
-            config, "olmo2", eps=EPS, qkv_bias=bias, out_bias=bias, qk_norm=QKNorm(all_heads=True)
+            config, "olmo2", eps=EPS, bias_key="attention_bias", qk_norm=QKNorm(all_heads=True)
         )
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -13,8 +12,7 @@ from foreword.models.decoder_config import (
     read_local_and_global_rope,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.olmo2 import EPS, Olmo2Layer
+from foreword.models.olmo2 import EPS, Olmo2
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096
@@ -22,13 +20,12 @@ WINDOW_PERIOD = 4  # every n-th layer has full attention
 THETA = 500_000.0
 
 
-class Olmo3(Decoder):
+class Olmo3(Olmo2):
     """Both kinds of layers have their own RoPE, of the same frequencies before scaling."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `olmo3`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % WINDOW_PERIOD != 0)
         theta = config.get_float("rope_theta", THETA)
@@ -38,11 +35,6 @@ class Olmo3(Decoder):
             "olmo3",
             layer_types=[LayerType(window, local_rope if window else global_rope) for window in windows],
             eps=EPS,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(all_heads=True),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return Olmo2Layer(builder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -12,28 +11,26 @@ from foreword.models.decoder_config import (
     read_num_layers,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.models.mixtral import NAMES
 from foreword.weights.config_reader import ConfigReader
 
 JITTER = 0.01  # of training: logits that it could exchange are near each other
 
 
-class PhiMoe(Decoder):
+class PhiMoe(Llama):
     """A window, if any, is in all layers."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `phimoe`"""
         config.require_value("num_experts_per_tok", 2)
-        bias, window = config.get_bool("attention_bias", False), read_window(config)
+        window = read_window(config)
         base = read_decoder_config(
             config,
             "phimoe",
             windows=(window,) * read_num_layers(config),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             eps=1e-5,
             theta=1e6,
         )
@@ -46,7 +43,3 @@ class PhiMoe(Decoder):
             head_bias=config.get_bool("lm_head_bias", False),
             moe=replace(moe, experts=replace(moe.experts, tolerance=tolerance)),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

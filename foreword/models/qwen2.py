@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_layer_windows, read_window
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096
@@ -21,7 +19,7 @@ def read_qwen_layer_windows(config: ConfigReader) -> tuple[int | None, ...]:
     return read_layer_windows(config, window, lambda index: window is not None and index >= full_layers)
 
 
-class Qwen2(Decoder):
+class Qwen2(Llama):
     """Biases are not in the config: every checkpoint has them."""
 
     @classmethod
@@ -29,7 +27,3 @@ class Qwen2(Decoder):
         """config.json of model_type `qwen2`"""
         config.require_value("use_mrope", False)
         return read_decoder_config(config, "qwen2", windows=read_qwen_layer_windows(config), qkv_bias=True)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

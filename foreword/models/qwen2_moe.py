@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     read_decoder_config,
@@ -13,8 +12,7 @@ from foreword.models.decoder_config import (
     read_window,
 )
 from foreword.models.expert_weights import ExpertNames
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.models.qwen3_moe import read_expert_layers
 from foreword.weights.config_reader import ConfigReader
 
@@ -23,7 +21,7 @@ MAX_WINDOW_LAYERS = 28
 NAMES = ExpertNames(shared_gate="mlp.shared_expert_gate")
 
 
-class Qwen2Moe(Decoder):
+class Qwen2Moe(Llama):
     """Windows, if enabled, are in every second one of the first `max_window_layers` layers."""
 
     @classmethod
@@ -48,7 +46,3 @@ class Qwen2Moe(Decoder):
             shared_intermediate_size=config.get_int("shared_expert_intermediate_size"),
         )
         return replace(base, moe=moe)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 
 
-class Qwen3(Decoder):
+class Qwen3(Llama):
     """The default head size is 128 for any hidden_size."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3`"""
-        bias = config.get_bool("attention_bias", False)
         windows = read_qwen_layer_windows(config)
         return read_decoder_config(
             config,
             "qwen3",
             windows=windows,
             head_dim=HEAD_DIM,
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     QKNorm,
@@ -14,8 +13,7 @@ from foreword.models.decoder_config import (
     read_window,
 )
 from foreword.models.expert_weights import ExpertNames
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 
@@ -28,13 +26,12 @@ def read_expert_layers(config: ConfigReader) -> list[bool]:
     return [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(Llama):
     """The default head size is hidden_size / heads, unlike Qwen3's."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3_moe`"""
-        bias = config.get_bool("attention_bias", False)
         window = read_window(config)
         if not config.get_bool("use_sliding_window", False):
             window = None
@@ -49,8 +46,7 @@ class Qwen3Moe(Decoder):
             config,
             "qwen3_moe",
             windows=(window,) * read_num_layers(config),
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             qk_norm=QKNorm(),
         )
         moe = read_moe_config(
@@ -61,7 +57,3 @@ class Qwen3Moe(Decoder):
             has_experts=read_expert_layers(config),
         )
         return replace(base, moe=moe)
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)

@@ -52,7 +52,6 @@ class Qwen3Next(Decoder):
 
 def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_size: int) -> DecoderConfig:
     """All options but those of experts."""
-    bias = config.get_bool("attention_bias", False)
     head_dim, context_length = read_head_dim(config, HEAD_DIM), config.get_int("max_position_embeddings")
     rope = read_rope(
         config, head_dim, context_length, partial_rotary_factor=ROTARY_FACTOR, ignores_mrope=True
@@ -62,8 +61,7 @@ def read_hybrid_config(config: ConfigReader, architecture: str, intermediate_siz
         architecture,
         layer_types=(LayerType(None, rope),) * read_num_layers(config),
         head_dim=head_dim,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         qk_norm=QKNorm(),
         intermediate_size=intermediate_size,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     DecoderConfig,
     LayerType,
@@ -14,15 +13,14 @@ from foreword.models.decoder_config import (
     read_rope,
     read_window,
 )
-from foreword.models.layer_builder import DecoderLayer, LayerBuilder
-from foreword.models.llama import LlamaLayer
+from foreword.models.llama import Llama
 from foreword.weights.config_reader import ConfigReader
 
 NO_ROPE_INTERVAL = 4  # every n-th layer has no RoPE
 THETA = 2_000_000.0
 
 
-class SmolLM3(Decoder):
+class SmolLM3(Llama):
     """Windows, if enabled, are in the layers without RoPE."""
 
     @classmethod
@@ -35,7 +33,6 @@ class SmolLM3(Decoder):
         windows = read_layer_windows(config, window, lambda i: window is not None and not has_rope[i])
         context_length = config.get_int("max_position_embeddings")
         rope = read_rope(config, read_head_dim(config), context_length, THETA)
-        bias = config.get_bool("attention_bias", False)
         config.get("max_window_layers", None)  # without effect in this architecture
         return read_decoder_config(
             config,
@@ -44,15 +41,10 @@ class SmolLM3(Decoder):
                 LayerType(window, rope if rotates else NO_ROPE)
                 for window, rotates in zip(windows, has_rope, strict=True)
             ],
-            qkv_bias=bias,
-            out_bias=bias,
+            bias_key="attention_bias",
             mlp_bias=config.get_bool("mlp_bias", False),
             tie_word_embeddings=True,
         )
-
-    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
-        """Build one layer."""
-        return LlamaLayer(builder)
 
 
 def _read_rope_layers(config: ConfigReader) -> tuple[bool, ...]:

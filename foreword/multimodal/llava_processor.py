@@ -9,21 +9,17 @@ from typing import Any, Self
 from PIL import Image as PILImage
 from PIL.Image import Image, Resampling
 
-from foreword.core.images import choose_resolution, compute_tiling
+from foreword.core.images import DEFAULT_PINPOINTS, choose_resolution, compute_tiling, parse_pinpoints
 from foreword.errors import CheckpointError
 from foreword.multimodal.image_processor import ImageLayout, ImageProcessor, resize, to_chw
 from foreword.multimodal.preprocessor_config import (
     ImageSize,
     PreprocessorReader,
     VisionTowerInfo,
-    is_int,
     read_tower_info,
 )
 
 DEFAULT_IMAGE_SIZE = 224  # default of all image processors used with LLaVA
-DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-MAX_PINPOINTS = 1024
-MAX_TILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,10 @@ class LlavaNextProcessor(ImageProcessor):
         if pinpoints != (config.get("image_grid_pinpoints") or DEFAULT_PINPOINTS):
             message = f"{options.source}: image_grid_pinpoints are not those of config.json"
             raise CheckpointError(message, "model")
-        checked = _check_pinpoints(options, pinpoints, tower.image_size)
+        checked = parse_pinpoints(pinpoints, tower.image_size)
+        if not checked:
+            expected = f"(height, width) pairs, multiples of the vision encoder's {tower.image_size} pixels"
+            raise options.error("image_grid_pinpoints", expected)
         return cls(placeholder_id, placeholder_text, tower, checked, options.get_resample())
 
     def layout(self, height: int, width: int) -> ImageLayout:
@@ -186,22 +185,3 @@ def _pad(image: Image, size: tuple[int, int]) -> Image:
     height, width = size
     left, top = (width - image.width) // 2, (height - image.height) // 2
     return image.crop((-left, -top, width - left, height - top))
-
-
-def _check_pinpoints(
-    options: PreprocessorReader, values: object, image_size: int
-) -> tuple[tuple[int, int], ...]:
-    pinpoints = values if isinstance(values, list) and 1 <= len(values) <= MAX_PINPOINTS else []
-    if not pinpoints or not all(_is_pinpoint(value, image_size) for value in pinpoints):
-        expected = f"(height, width) pairs, multiples of the vision encoder's {image_size} pixels"
-        raise options.error("image_grid_pinpoints", expected)
-    return tuple((height, width) for height, width in pinpoints)
-
-
-def _is_pinpoint(value: object, image_size: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(is_int(length) and length % image_size == 0 for length in value)
-        and value[0] * value[1] <= MAX_TILES * image_size * image_size
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from PIL.Image import Resampling
 
 from foreword.errors import CheckpointError, shown
+from foreword.weights.config_reader import read_json
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MAX_VALUE = 1 << 24  # sanity limit of sizes and pixels
@@ -32,25 +32,12 @@ ImageSize = tuple[int, int] | int
 def read_preprocessor_config(path: Path) -> PreprocessorReader:
     """The options of the checkpoint in `path`. Raises CheckpointError."""
     if (path / PREPROCESSOR_FILE).is_file():
-        return PreprocessorReader(read_json_object(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
+        return PreprocessorReader(read_json(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
     file = path / "processor_config.json"
-    values = read_json_object(file).get("image_processor") if file.is_file() else None
+    values = read_json(file).get("image_processor") if file.is_file() else None
     if isinstance(values, dict):
         return PreprocessorReader(values, f"{file}: image_processor")
     raise CheckpointError(f"{path} has no {PREPROCESSOR_FILE}, which configures the image processor", "model")
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", "model") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}", "model") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} must hold a JSON object", "model")
-    return values
 
 
 class PreprocessorReader:

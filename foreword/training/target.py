@@ -15,7 +15,6 @@ from foreword.engine.loader import detect_hardware
 from foreword.errors import ConfigError
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.decoder import Decoder
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.planning.memory import blocks_for, resolve_dtypes
@@ -56,11 +55,9 @@ class TargetModel:
         self._ops = select_backend(self.device, threads=self.threads, isa=config.cpu_isa, eager=True)
         precision = Precision.from_dtypes(dtype, weight_dtype, config.quantization)
         options = (progress, config.gguf_dequantize)
-        model = load_model(path, self._ops, precision, self.device, self.max_len, *options)
-        assert isinstance(model, Decoder)
-        self.model = model
+        self.model = load_model(path, self._ops, precision, self.device, self.max_len, *options)
         self._dtype, self._block_size = dtype, config.block_size
-        self._kv = KVStorage(1, self._block_size, model.cache_shapes, dtype, self.device)
+        self._kv = KVStorage(1, self._block_size, self.model.cache_shapes, dtype, self.device)
 
     @torch.no_grad()
     def compute(self, answers: Sequence[Answer], layers: Sequence[int], draft_ids: Tensor) -> TrainingBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -159,12 +159,12 @@ class ConfigReader:
             raise self._value_error(key, value, "true or false")
         return value
 
-    def get_choice(self, key: str, allowed: Mapping[str, str], default: Any = MISSING) -> str:
-        """One of the keys of `allowed`, mapped to its value."""
+    def get_choice(self, key: str, allowed: Mapping[str, str] | Sequence[str], default: Any = MISSING) -> str:
+        """One of the names in `allowed`, mapped to its value if it has one."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise self._value_error(key, value, f"one of {', '.join(allowed)}")
-        return allowed[value]
+        return allowed[value] if isinstance(allowed, Mapping) else value
 
     def get_strs(self, key: str, length: int | None = None) -> tuple[str, ...] | None:
         """A list of strings, of `length` if that is given, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from foreword.kernels.ops import XIELU_BETA, Matrix
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
+from foreword.weights.gguf.gguf_weights import GGUFWeights
 from foreword.weights.renamed_weights import PrefixedWeights
+from foreword.weights.safetensors_weights import SafetensorsWeights
 
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
 
@@ -56,24 +58,20 @@ class MetaWeights:
 class HeaderWeights(MetaWeights):
     """Tensors without memory, whose names and shapes are checked against other weights' file headers."""
 
-    def __init__(
-        self, check_shape: Callable[[str, Sequence[int]], object], has: Callable[[str], bool]
-    ) -> None:
-        """check_shape raises CheckpointError; has() is that of the other weights."""
+    def __init__(self, files: SafetensorsWeights | GGUFWeights) -> None:
         super().__init__()
-        self._check_shape = check_shape
-        self._has = has
+        self._files = files
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        self._check_shape(name, shape)
+        self._files.check_shape(name, shape)
         return super().tensor(name, *shape)
 
     def has(self, name: str) -> bool:
-        return self._has(name)
+        return self._files.has(name)
 
     @contextmanager
     def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
-        self._check_shape(name, shape)
+        self._files.check_shape(name, shape)
         yield super().tensor(name, *shape[1:])
 
     def prefixed(self, prefix: str) -> Weights:

@@ -22,25 +22,29 @@ class PrefixedWeights:
         self._weights = weights
         self._prefix = prefix
 
+    def name_in_file(self, name: str) -> str:
+        """A name or prefix in terms of the other weights."""
+        return self._prefix + name
+
     @property
     def num_parameters(self) -> int:
         return self._weights.num_parameters
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._weights.tensor(self._prefix + name, *shape)
+        return self._weights.tensor(self.name_in_file(name), *shape)
 
     def weights(
         self, out_features: Mapping[str, int], in_features: int
     ) -> AbstractContextManager[Sequence[Matrix]]:
         return self._weights.weights(
-            {self._prefix + name: size for name, size in out_features.items()}, in_features
+            {self.name_in_file(name): size for name, size in out_features.items()}, in_features
         )
 
     def has(self, name: str) -> bool:
-        return self._weights.has(self._prefix + name)
+        return self._weights.has(self.name_in_file(name))
 
     def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
-        return self._weights.stacked(self._prefix + name, index, *shape)
+        return self._weights.stacked(self.name_in_file(name), index, *shape)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self._weights, self._prefix + prefix)
@@ -154,27 +158,10 @@ class MultipartWeights(PrefixedWeights):
             for ours, known in prefixes.items()
         }
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._weights.tensor(self.name_in_file(name), *shape)
-
-    def weights(
-        self, out_features: Mapping[str, int], in_features: int
-    ) -> AbstractContextManager[Sequence[Matrix]]:
-        return self._weights.weights(
-            {self.name_in_file(name): size for name, size in out_features.items()}, in_features
-        )
-
-    def has(self, name: str) -> bool:
-        return self._weights.has(self.name_in_file(name))
-
-    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
-        return self._weights.stacked(self.name_in_file(name), index, *shape)
-
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
 
     def name_in_file(self, name: str) -> str:
-        """A name or prefix as it is in the files."""
         for ours, actual in self._file_prefixes.items():
             if name.startswith(ours):
                 return actual + name.removeprefix(ours)

@@ -15,32 +15,18 @@ from foreword.weights.gguf.header import is_gguf, open_gguf
 # Methods by `architectures` or `speculators_model_type` in config.json, and by the architecture of GGUF files
 HEADS = MappingProxyType(
     {
-        "LlamaForCausalLMEagle3": "eagle3",
-        "Eagle3LlamaForCausalLM": "eagle3",
-        "LlamaEagle3ForCausalLM": "eagle3",
-        "Eagle3Qwen2_5vlForCausalLM": "eagle3",
-        "Eagle3Qwen3vlForCausalLM": "eagle3",
-        "Eagle3Speculator": "eagle3",
-        "Eagle3DraftModel": "eagle3",
-        "eagle3": "eagle3",
-        "peagle": "eagle3",
-        "PEagleSpeculator": "eagle3",
-        "PEagleDraftModel": "eagle3",
-        "PeagleLlamaForCausalLM": "eagle3",
-        "PeagleQwen3ForCausalLM": "eagle3",
-        "dflash": "dflash",
-        "DFlashDraftModel": "dflash",
-        "DFlashSpeculator": "dflash",
-        "dspark": "dflash",
-        "DSparkDraftModel": "dflash",
-        "DSparkSpeculator": "dflash",
-        "Qwen3DSparkModel": "dflash",
+        **dict.fromkeys(
+            ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"), "eagle3"
+        ),
+        **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "eagle3"), "eagle3"),
+        **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+        **dict.fromkeys(("peagle", "PEagleSpeculator", "PEagleDraftModel"), "eagle3"),
+        **dict.fromkeys(("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"), "eagle3"),
+        **dict.fromkeys(("dflash", "DFlashDraftModel", "DFlashSpeculator"), "dflash"),
+        **dict.fromkeys(("dspark", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel"), "dflash"),
         # Refused by name: what they have beyond DFlash
-        "dflash2": "dflash",
-        "DFlash2DraftModel": "dflash",
-        "DFlash2Speculator": "dflash",
-        "Gemma4AssistantForCausalLM": "mtp",
-        "Gemma4UnifiedAssistantForCausalLM": "mtp",
+        **dict.fromkeys(("dflash2", "DFlash2DraftModel", "DFlash2Speculator"), "dflash"),
+        **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), "mtp"),
     }
 )
 # Names of heads of the EAGLE family; vision-language models of a family called Eagle have others

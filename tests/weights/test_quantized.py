@@ -18,7 +18,8 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import Float8Blocks, GroupedInts
 from foreword.kernels.quantization import dequantize
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.interfaces import Model, Precision
+from foreword.models.decoder import Decoder
+from foreword.models.interfaces import Precision
 from foreword.models.model_loader import check_weights, load_model, read_model_info
 from foreword.weights import module_patterns
 from foreword.weights.config_reader import ConfigReader, read_json
@@ -48,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama", seed=1, **WIDE)
 
 
-def load(path: Path) -> Model:
+def load(path: Path) -> Decoder:
     return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)
 
 

@@ -1,6 +1,7 @@
 """DFlash heads: layers that draft a block of tokens in one pass. Source: arXiv 2602.06036.
 
-DSpark heads are DFlash heads with a Markov head.
+DSpark heads are DFlash heads with a Markov head: logits depend on the draft's tokens before. It is
+that of SpecForge and DeepSpec (`markov_head.py`, `AcceptRatePredictor`).
 """
 
 from __future__ import annotations
@@ -9,37 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foreword.core.batch import Batch, HeadCache, HeadShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
-from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Linear, load_linear
-from foreword.layers.lora import LoraLayers
-from foreword.layers.rope import Rope
+from foreword.layers.linear import Embedding, Linear, load_linear
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder, layer_contexts
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.heads.head_vocabulary import (
-    DraftLogits,
-    check_aux_layers,
-    check_draft_vocab,
-    check_ids,
-    check_target,
-    head_mismatch,
-    load_embedding,
-    load_lm_head,
-)
-from foreword.models.heads.markov import KINDS, NO_MARKOV_HEAD, DSparkMarkovHead, MarkovConfig
-from foreword.models.interfaces import KVCache, ParallelDraft, Precision
+from foreword.models.heads.aux_head import AuxHead, AuxHeadConfig, DraftLogits, head_mismatch
+from foreword.models.interfaces import KVCache, MarkovStep, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
-from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
-NAME = "DFlash"
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+CONFIDENCE = "confidence_head.proj"
 BLOCK_SIZE = 16
 UNUSED_KEYS = ("has_no_defaults_at_init", "speculators_config", "speculators_version")
 # Methods with DFlash's layers that are refused, and what they add
@@ -67,14 +57,30 @@ OWN_KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashConfig:
-    """Options of a head; `layer` describes its layers as those of a decoder."""
+class MarkovConfig:
+    """kind: what a token's bias is made of.
 
-    layer: DecoderConfig
-    aux_layers: tuple[int, ...]  # as in Head
+    vanilla  the token before, through two tables of low rank
+    gated    the same, times a gate of the hidden state and the token before
+    rnn      a state over all tokens of the draft, the token before and the hidden state
+    """
+
+    rank: int = 0  # 0: no Markov head
+    kind: str = "vanilla"
+    uses_confidence: bool = False  # the checkpoint may have no confidence head all the same
+    confidence_reads_token: bool = (
+        True  # the confidence head reads the token before, not only the hidden state
+    )
+
+
+NO_MARKOV_HEAD = MarkovConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig(AuxHeadConfig):
+    """Options of a head."""
+
     parallel: ParallelDraft
-    draft_vocab_size: int
-    target_hidden_size: int
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -112,26 +118,20 @@ class DFlashConfig:
             reader.require_value(key, False)
         own.require_value("use_aux_hidden_state", True)
         config.require_value("is_neox_style", True)
-        draft_vocab_size = config.get_optional_int("draft_vocab_size")
-        target_hidden_size = config.get_optional_int("target_hidden_size")
-        num_target_layers = config.get_optional_int("num_target_layers")
-        embedding_scale = own.get_float("input_embedding_scale", 1.0)
-        logit_scale = own.get_float("output_multiplier", 1.0)
-        softcap = own.get_optional_float("final_logit_softcapping")
         layer = _read_layers_config(_with_windows(config, own), causal, parallel)
-        own.check_all_read()
-        return cls(
+        head = cls(
             layer,
             aux_layers,
             parallel,
-            draft_vocab_size or layer.vocab_size,
-            target_hidden_size or layer.hidden_size,
-            embedding_scale,
-            logit_scale,
-            softcap,
-            num_target_layers,
+            *_read_sizes(config, layer),
+            own.get_float("input_embedding_scale", 1.0),
+            own.get_float("output_multiplier", 1.0),
+            own.get_optional_float("final_logit_softcapping"),
+            config.get_optional_int("num_target_layers"),
             markov,
         )
+        own.check_all_read()
+        return head
 
     @classmethod
     def _read_speculators(cls, config: ConfigReader) -> DFlashConfig:
@@ -147,29 +147,21 @@ class DFlashConfig:
         parallel = ParallelDraft(_read_mask(config), size - (not samples_last), samples_last, False)
         # Windows see what comes later in the block only with this option
         causal = False if config.get_bool("sliding_window_non_causal", False) else None
-        draft_vocab_size = config.get_optional_int("draft_vocab_size")
-        target_hidden_size = config.get_optional_int("target_hidden_size")
         layer = _read_layers_config(section.with_defaults({"dtype": config.get_dtype()}), causal, parallel)
+        head = cls(layer, aux_layers, parallel, *_read_sizes(config, layer), markov=markov)
         config.check_all_read()
-        return cls(
-            layer,
-            aux_layers,
-            parallel,
-            draft_vocab_size or layer.vocab_size,
-            target_hidden_size or layer.hidden_size,
-            markov=markov,
-        )
+        return head
 
 
-class DFlash:
+class DFlash(AuxHead):
     """See Head. It keeps K and V of each layer, of the fused auxiliary hidden states at known tokens.
 
     A draft is one pass over the last token and masks behind it, which see each other.
     """
 
+    NAME = "DFlash"
+    FIRST_POSITION = 0
     method = "dflash"
-    has_fixed_position = False
-    uses_mrope = False
 
     def __init__(
         self,
@@ -182,59 +174,41 @@ class DFlash:
         max_model_len: int,
         vocab_ids: Tensor | None,
     ) -> None:
-        """vocab_ids int64 [draft vocabulary]: the target's id of each logit; None: the same ids.
-
-        Raises CheckpointError for a head that does not fit the target.
-        """
-        _check_target(config, target.config)
-        layers, size, parallel = config.layer, config.layer.hidden_size, config.parallel
-        self.aux_layers = config.aux_layers
+        """See AuxHead."""
+        num_layers = len(target.config.layer_types)
+        if config.num_target_layers not in (None, num_layers):
+            counts = f"{config.num_target_layers} layers, this one has {num_layers}"
+            raise head_mismatch(self.NAME, f"is made for a model of {counts}")
+        options = (target, ops, precision, weights, device, max_model_len, vocab_ids)
+        super().__init__(
+            config, *options, embedding_scale=config.embedding_scale, softcap=config.logit_softcap
+        )
+        layers, size = config.layer, config.layer.hidden_size
         self._config = config
-        self._ops = ops
-        self._device = device
-        before = weights.num_parameters
-        joined = len(config.aux_layers) * config.target_hidden_size
-        self._fc = Linear(ops, load_linear(ops, weights, precision.linear_format, joined, {"fc": size}))
         self._hidden_norm = build_norm(ops, layers, weights, "hidden_norm")
-        adapters = LoraLayers(None, precision.dtype, device)
         builders = [
             LayerBuilder(
-                ops, layers, precision, i, weights.prefixed(f"layers.{i}."), adapters, size, first_position=0
+                ops,
+                layers,
+                precision,
+                index,
+                weights.prefixed(f"layers.{index}."),
+                head_inputs=size,
+                first_position=self.FIRST_POSITION,
             )
-            for i in range(len(layers.layer_types))
+            for index in range(len(layers.layer_types))
         ]
         self._attentions = [builder.attention("self_attn") for builder in builders]
         self._layers = [LlamaLayer(b, mixer) for b, mixer in zip(builders, self._attentions, strict=True)]
         self._norm = build_norm(ops, layers, weights, "norm")
-        options = (NAME, target, ops, layers, precision, weights)
-        self._embedding, is_own = load_embedding(*options, config.embedding_scale)
-        lm_head = load_lm_head(*options, config.draft_vocab_size)
-        vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
-        self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, config.logit_softcap)
         self.cache_shape = HeadShape(layers.kv_shapes, 0)
         vocab_sizes = target.vocab_size, config.draft_vocab_size
-        markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
-        markov = DSparkMarkovHead(*markov_options, self._scaled_logits) if config.markov.rank else None
-        self.parallel = replace(parallel, markov=markov)
-        markov_parameters = config.markov.rank * sum(vocab_sizes)
-        own_rows = layers.vocab_size * is_own + config.draft_vocab_size
-        own_parameters = own_rows * size if lm_head is not target.lm_head else 0
-        self.info = replace(
-            describe_model(layers, weights.num_parameters - before, 0),
-            architecture=self.method,
-            context_len=target.info.context_len,
-            vocab_size=target.vocab_size,
-            embedding_parameters=own_parameters + markov_parameters,
-            markov_parameters=markov_parameters,
-            is_head=True,
-            draft_tokens_per_pass=parallel.max_tokens,
-            draft_extra_rows=parallel.num_rows(0),
-        )
-        self.set_max_model_len(max_model_len)
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """Prepare for contexts of this length, whatever the head's own limit: positions are relative."""
-        self._rope = Rope(self._config.layer.layer_types[0].rope, max_model_len, self._device)
+        markov = None
+        if config.markov.rank:
+            markov_options = (config.markov, ops, precision, weights, size, vocab_sizes, vocab_ids)
+            markov = DSparkMarkovHead(*markov_options, self._scaled_logits)
+        self.parallel = replace(config.parallel, markov=markov)
+        self.info = self._describe(config.markov.rank * sum(vocab_sizes))
 
     def commit(
         self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
@@ -249,10 +223,10 @@ class DFlash:
         """See Head. With a Markov head the result is hidden states, of which it makes logits."""
         cache = kv_cache.head
         assert cache is not None
-        norm = self._norm.scaled(self._config.logit_scale)
+        norm, has_markov = self._norm.scaled(self._config.logit_scale), self._config.markov.rank > 0
 
         def output(x: Tensor) -> Tensor:
-            return self._logits(norm(x)) if self.parallel.markov is None else self._norm(x)
+            return self._logits(norm(x)) if not has_markov else self._norm(x)
 
         def draft(batch: Batch) -> Tensor:
             ops = self._ops
@@ -267,19 +241,76 @@ class DFlash:
     def _scaled_logits(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden * self._config.logit_scale)
 
-    def _contexts(self, batch: Batch) -> list[ForwardContext]:
-        return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 0)
 
+class DSparkMarkovHead:
+    """See interfaces.MarkovHead."""
 
-def _check_target(config: DFlashConfig, target: DecoderConfig) -> None:
-    """Raises CheckpointError for a head that does not fit."""
-    num_layers = len(target.layer_types)
-    check_target(NAME, config.layer, config.target_hidden_size, target)
-    if config.num_target_layers not in (None, num_layers):
-        counts = f"{config.num_target_layers} layers, this one has {num_layers}"
-        raise head_mismatch(NAME, f"is made for a model of {counts}")
-    check_aux_layers(NAME, config.aux_layers, num_layers)
-    check_draft_vocab(NAME, config.layer, config.draft_vocab_size, config.parallel.mask_token_id)
+    def __init__(
+        self,
+        config: MarkovConfig,
+        ops: Ops,
+        precision: Precision,
+        weights: Weights,
+        hidden_size: int,
+        vocab_sizes: tuple[int, int],
+        vocab_ids: Tensor | None,
+        logits: Callable[[Tensor], Tensor],
+    ) -> None:
+        """vocab_sizes  of the target and of the draft
+        vocab_ids  as in DraftLogits
+        logits  of hidden states without the bias
+        """
+        self.logits = logits
+        self._config = config
+        self._ops = ops
+        self._dtype = precision.dtype
+        rank, body = config.rank, weights.prefixed("markov_head.")
+        tables = (ops, body, precision.embedding_format, rank)
+        embedding = load_linear(*tables, {"markov_w1": vocab_sizes[0]})
+        output = Linear(ops, load_linear(*tables, {"markov_w2": vocab_sizes[1]}), torch.float32)
+        self._embedding = Embedding(ops, embedding, precision.dtype)
+        self._output = DraftLogits(ops, output, vocab_sizes[0], vocab_ids)
+        name, width, size = {
+            "vanilla": ("", 0, 0),
+            "gated": ("gate_proj", hidden_size + rank, rank),
+            "rnn": ("joint_proj", hidden_size + 2 * rank, 3 * rank),
+        }[config.kind]
+        self._proj = self._load_linear(body, precision, name, width, size) if name else None
+        self._confidence: Linear | None = None
+        if config.uses_confidence and weights.has(f"{CONFIDENCE}.weight"):
+            width = hidden_size + rank * config.confidence_reads_token
+            self._confidence = self._load_linear(weights, precision, CONFIDENCE, width, 1)
+
+    def initial_state(self, num_drafts: int) -> Tensor:
+        """See interfaces.MarkovHead."""
+        return torch.zeros(num_drafts, self._config.rank, dtype=self._dtype)
+
+    def step(self, hidden: Tensor, token_ids: Tensor, state: Tensor) -> MarkovStep:
+        """See interfaces.MarkovHead."""
+        token = self._embedding(token_ids)
+        latent, logprobs = token, None
+        if self._config.kind == "gated":
+            latent = token * self._project((hidden, token)).sigmoid().to(token.dtype)
+        elif self._config.kind == "rnn":
+            gate, candidate, value = self._project((state.to(token.device), token, hidden)).chunk(3, -1)
+            gate = gate.sigmoid()
+            state = (gate * state + (1 - gate) * candidate.tanh()).to(token.dtype)
+            latent = value.tanh().to(token.dtype)
+        if self._confidence is not None:
+            parts = (hidden, token) if self._config.confidence_reads_token else (hidden,)
+            score = self._confidence(self._ops.concat(parts))[:, 0]
+            logprobs = F.logsigmoid(score).nan_to_num(nan=-torch.inf)
+        return MarkovStep(self._output(latent), state, logprobs)
+
+    def _load_linear(
+        self, weights: Weights, precision: Precision, name: str, width: int, size: int
+    ) -> Linear:
+        weight = load_linear(self._ops, weights, precision.linear_format, width, {name: size}, bias=True)
+        return Linear(self._ops, weight, torch.float32)
+
+    def _project(self, parts: tuple[Tensor, ...]) -> Tensor:
+        assert self._proj is not None
+        return self._proj(self._ops.concat(parts))
 
 
 def _kinds(config: ConfigReader) -> str:
@@ -291,11 +322,17 @@ def _is_dspark(config: ConfigReader) -> bool:
     return "dspark" in _kinds(config)
 
 
+def _read_sizes(config: ConfigReader, layer: DecoderConfig) -> tuple[int, int]:
+    """Sizes of the draft vocabulary and of the target's hidden states."""
+    draft_vocab_size = config.get_optional_int("draft_vocab_size") or layer.vocab_size
+    return draft_vocab_size, config.get_optional_int("target_hidden_size") or layer.hidden_size
+
+
 def _read_markov(config: ConfigReader, reads_token: bool = True) -> MarkovConfig:
     """reads_token: whether the confidence head reads the token before, if the config does not say."""
     kind = config.get("markov_head_type", "vanilla")
-    if kind not in KINDS:
-        raise config.error("markov_head_type", f"must be one of {', '.join(KINDS)}, got {kind!r:.60}")
+    if kind not in MARKOV_KINDS:
+        raise config.error("markov_head_type", f"must be one of {', '.join(MARKOV_KINDS)}, got {kind!r:.60}")
     for key in UNUSED_DSPARK_KEYS:
         config.get(key, None)
     return MarkovConfig(

@@ -16,30 +16,17 @@ from foreword.core.batch import Batch, HeadCache, HeadShape, KVLayer
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.attention import ForwardContext
-from foreword.layers.linear import Linear, load_linear
-from foreword.layers.lora import LoraLayers
 from foreword.layers.norm import RMSNorm
-from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder, layer_contexts
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import MROPE_KEYS, DecoderConfig, read_mrope_sections
-from foreword.models.heads.head_vocabulary import (
-    DraftLogits,
-    check_aux_layers,
-    check_draft_vocab,
-    check_ids,
-    check_target,
-    load_embedding,
-    load_lm_head,
-)
+from foreword.models.heads.aux_head import AuxHead, AuxHeadConfig
 from foreword.models.interfaces import KVCache, ParallelDraft, Precision
 from foreword.models.layer_builder import LayerBuilder
 from foreword.models.llama import LlamaLayer
-from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
-NAME = "EAGLE-3"
 NUM_AUX_LAYERS = 3
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE: in speculators, and in others
@@ -65,18 +52,13 @@ EAGLE_CONFIG_VALUES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """Options of a head; `layer` describes its layers as those of a decoder."""
+class Eagle3Config(AuxHeadConfig):
+    """Options of a head; P-EAGLE has `parallel`."""
 
-    layer: DecoderConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layers: tuple[int, ...] | None = None  # as in Head; None: chosen by the target's number of layers
     norm_before_residual: bool = False  # the residual is the normalized hidden state
     norm_before_fc: bool = False  # one norm over all layers together
     fc_norm: bool = False  # a norm for each layer
     norm_output: bool = False  # the recycled hidden state is normalized (EAGLE-3.1)
-    parallel: ParallelDraft | None = None  # P-EAGLE has it
 
     @classmethod
     def read(cls, config: ConfigReader) -> Eagle3Config:
@@ -105,11 +87,11 @@ class Eagle3Config:
             head.check_all_read()
         return cls(
             replace(layer, takes_lora=False),
+            aux_layers,
+            parallel,
             draft_vocab_size or layer.vocab_size,
             target_hidden_size or layer.hidden_size,
-            aux_layers,
             **options,
-            parallel=parallel,
         )
 
 
@@ -161,8 +143,8 @@ def _read_parallel(config: ConfigReader) -> ParallelDraft | None:
     return ParallelDraft(config.get_int(mask_keys[0], low=0), num_tokens, True, True)
 
 
-def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
-    """The layers that the config names: outside of `eagle_config` by their input, in it by their output.
+def _read_aux_layers(head: ConfigReader) -> tuple[int, ...]:
+    """Layers that the config names, if any: outside of `eagle_config` by their input, in it by their output.
 
     vLLM reads the former alone; ModelOpt and SpecForge write the latter, and SGLang reads them.
     """
@@ -173,7 +155,7 @@ def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
     values: Any = named.get(AUX_LAYERS_KEY, None)
     eagle.check_all_read()
     if not values:
-        return None
+        return ()
     if (
         not isinstance(values, list)
         or len(values) != NUM_AUX_LAYERS
@@ -183,14 +165,14 @@ def _read_aux_layers(head: ConfigReader) -> tuple[int, ...] | None:
     return tuple(each + offset for each in values)
 
 
-class Eagle3:
+class Eagle3(AuxHead):
     """See Head. fc(aux_hidden_states) [T, h] and the embedding of a token become a pair [T, 2h].
 
     The first layer reads pairs; others are a decoder's, which then run over all known tokens too.
     """
 
+    NAME = "EAGLE-3"
     method = "eagle3"
-    has_fixed_position = False
 
     def __init__(
         self,
@@ -203,63 +185,38 @@ class Eagle3:
         max_model_len: int,
         vocab_ids: Tensor | None,
     ) -> None:
-        """vocab_ids int64 [draft vocabulary]: the target's id of each logit; None: the same ids.
-
-        Raises CheckpointError for a head that does not fit the target.
-        """
-        self.aux_layers = _check_target(config, target.config)
-        if not target.uses_mrope:  # positions are equal on all axes
-            config = replace(config, layer=_with_mrope(config.layer, None))
-        self.parallel = config.parallel
-        self._config = config
-        self._ops = ops
-        self._device = device
-        layer, size = config.layer, config.layer.hidden_size
-        before = weights.num_parameters
+        """See AuxHead."""
+        num_layers = len(target.config.layer_types)
+        aux_layers = config.aux_layers or (2, num_layers // 2, num_layers - 3)
+        layer = config.layer if target.uses_mrope else _with_mrope(config.layer, None)  # axes are equal
+        self._config = config = replace(config, aux_layers=aux_layers, layer=layer)
         prefix = next((each for each in LAYER_PREFIXES if weights.has(f"{each}hidden_norm.weight")), "")
         body = weights.prefixed(prefix or LAYER_PREFIXES[0])
         outer = weights.prefixed("model.") if prefix.startswith("model.") else weights
-        adapters = LoraLayers(None, precision.dtype, device)
-        builder = LayerBuilder(ops, layer, precision, 0, body, adapters, 2 * size)
-        self._fc = self._load_fc(precision, weights)
+        options = (target, ops, precision, weights, device, max_model_len, vocab_ids)
+        super().__init__(config, *options, outer)
+        size, target_size = layer.hidden_size, config.target_hidden_size
+        joined, names = len(aux_layers) * target_size, range(len(aux_layers) if config.fc_norm else 0)
+        self._fc_norm = self._load_norm(weights, "input_norm", joined) if config.norm_before_fc else None
+        self._aux_norms = [self._load_norm(weights, f"fc_norm.{index}", target_size) for index in names]
         self._mask_state = None if config.parallel is None else self._load_mask_state(weights, precision)
+        builder = LayerBuilder(ops, layer, precision, 0, body, head_inputs=2 * size)
         self._embedding_norm, self._hidden_norm = builder.norm("input_layernorm"), builder.norm("hidden_norm")
         self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
         self._mlp = builder.feed_forward()
         self._later_layers = [
-            LlamaLayer(LayerBuilder(ops, layer, precision, i, outer.prefixed(f"layers.{i}."), adapters, size))
+            LlamaLayer(
+                LayerBuilder(ops, layer, precision, i, outer.prefixed(f"layers.{i}."), head_inputs=size)
+            )
             for i in range(1, len(layer.layer_types))
         ]
         self._norm = self._load_norm(outer, "norm", size)
-        options = (NAME, target, ops, layer, precision)
-        self._embedding, is_own = load_embedding(*options, outer)
         scale = target.config.embedding_scale * target.config.input_scale
-        self._reads_target_input = not is_own and scale == 1.0  # the input of the target's first layer
-        lm_head = load_lm_head(*options, weights, config.draft_vocab_size)
-        vocab_ids = check_ids(NAME, vocab_ids, target.vocab_size)
-        self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids)
+        # The input of the target's first layer
+        self._reads_target_input = not self._has_own_embedding and scale == 1.0
         self.cache_shape = HeadShape(layer.kv_shapes, size)
-        own_rows = layer.vocab_size * is_own + config.draft_vocab_size
-        self.info = replace(
-            describe_model(layer, weights.num_parameters - before, 0),
-            architecture=self.method,
-            context_len=target.info.context_len,
-            vocab_size=target.vocab_size,
-            embedding_parameters=own_rows * size if lm_head is not target.lm_head else 0,
-            is_head=True,
-            hidden_values_per_token=size,
-            draft_tokens_per_pass=1 if config.parallel is None else config.parallel.max_tokens,
-        )
-        self.set_max_model_len(max_model_len)
-
-    @property
-    def uses_mrope(self) -> bool:
-        return self._config.layer.layer_types[0].uses_mrope
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """Prepare for contexts of this length, whatever the head's own limit: positions are relative."""
-        self._rope = Rope(self._config.layer.layer_types[0].rope, max_model_len, self._device)
+        self.info = self._describe()
 
     def commit(
         self, batch: Batch, embeddings: Tensor, aux_hidden_states: Sequence[Tensor], cache: HeadCache
@@ -326,19 +283,6 @@ class Eagle3:
         x = self._attention(pair, context, memory, residual)
         return self._mlp(self._mlp_norm(x), x)
 
-    def _contexts(self, batch: Batch) -> list[ForwardContext]:
-        return layer_contexts(self._ops, batch, self._config.layer.layer_types, self._rope, 1)
-
-    def _load_fc(self, precision: Precision, weights: Weights) -> Linear:
-        """fc, and the norms before it."""
-        config, size = self._config, self._config.target_hidden_size
-        joined = len(self.aux_layers) * size
-        self._fc_norm = self._load_norm(weights, "input_norm", joined) if config.norm_before_fc else None
-        names = [f"fc_norm.{index}" for index in range(len(self.aux_layers))] if config.fc_norm else []
-        self._aux_norms = [self._load_norm(weights, name, size) for name in names]
-        outputs = {"fc": config.layer.hidden_size}
-        return Linear(self._ops, load_linear(self._ops, weights, precision.linear_format, joined, outputs))
-
     def _load_mask_state(self, weights: Weights, precision: Precision) -> list[Tensor]:
         """`mask_hidden`, in place of the auxiliary hidden states: [1, H] for each layer."""
         joined = len(self.aux_layers) * self._config.target_hidden_size
@@ -352,14 +296,3 @@ class Eagle3:
 
     def _load_norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
         return RMSNorm(self._ops, weights.tensor(f"{name}.weight", size), self._config.layer.eps)
-
-
-def _check_target(config: Eagle3Config, target: DecoderConfig) -> tuple[int, ...]:
-    """The layers whose input the head reads. Raises CheckpointError for a target of another shape."""
-    layer, num_layers = config.layer, len(target.layer_types)
-    check_target(NAME, layer, config.target_hidden_size, target)
-    mask_token_id = None if config.parallel is None else config.parallel.mask_token_id
-    check_draft_vocab(NAME, layer, config.draft_vocab_size, mask_token_id)
-    aux_layers = config.aux_layers or (2, num_layers // 2, num_layers - 3)
-    check_aux_layers(NAME, aux_layers, num_layers)
-    return aux_layers

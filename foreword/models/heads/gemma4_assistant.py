@@ -13,17 +13,15 @@ from foreword.core.batch import Batch, HeadCache, HeadShape, KVLayer, KVShape
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Linear, load_linear
-from foreword.layers.lora import LoraLayers
 from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.decoder import Decoder
+from foreword.models.decoder import Decoder, describe_model
 from foreword.models.decoder_config import DecoderConfig, LayerType
 from foreword.models.gemma4 import Gemma4Layer
-from foreword.models.heads.head_vocabulary import head_mismatch
+from foreword.models.heads.aux_head import head_mismatch
 from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
-from foreword.models.model_info import describe_model
 from foreword.weights.config_reader import ConfigReader
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -100,11 +98,8 @@ class Gemma4Assistant:
         self.aux_layers: tuple[int, ...] = (len(target.config.layer_types),)
         before, hidden = weights.num_parameters, layers.hidden_size
         body, linear_format = weights.prefixed("model."), precision.linear_format
-        adapters = LoraLayers(None, precision.dtype, device)
         self._layers = [
-            Gemma4Layer(
-                LayerBuilder(ops, layers, precision, index, body.prefixed(f"layers.{index}."), adapters)
-            )
+            Gemma4Layer(LayerBuilder(ops, layers, precision, index, body.prefixed(f"layers.{index}.")))
             for index in range(len(shapes))
         ]
         self._norm = build_norm(ops, layers, body, "norm")

@@ -12,15 +12,13 @@ from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import ForwardContext
 from foreword.layers.linear import Linear, load_linear
-from foreword.layers.lora import LoraLayers
 from foreword.layers.weights import Weights
-from foreword.models.decoder import Decoder
+from foreword.models.decoder import Decoder, describe_model
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.heads.head_vocabulary import DraftLogits
+from foreword.models.heads.aux_head import DraftLogits
 from foreword.models.interfaces import KVCache, Precision
 from foreword.models.layer_builder import LayerBuilder, build_norm
 from foreword.models.llama import LlamaLayer
-from foreword.models.model_info import describe_model
 from foreword.weights.trained_heads import MTPNames
 
 
@@ -56,9 +54,8 @@ class MTP:
         self._hidden_norm = build_norm(ops, config, body, names.hidden_norm)
         fc = load_linear(ops, body, precision.linear_format, 2 * size, {names.fc: size})
         self._fc = Linear(ops, fc)
-        adapters = LoraLayers(None, precision.dtype, device)
         layer = target.build_layer(
-            LayerBuilder(ops, config, precision, 0, body.prefixed(names.layer), adapters, size)
+            LayerBuilder(ops, config, precision, 0, body.prefixed(names.layer), head_inputs=size)
         )
         assert isinstance(layer, LlamaLayer)
         self._layer = layer

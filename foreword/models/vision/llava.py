@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -17,9 +17,10 @@ from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
+from foreword.models.interfaces import Precision
 from foreword.models.vision.vision_layers import ACTIVATIONS, VisionMLP, unquantized_format
 from foreword.models.vision.vision_model import (
+    BuildTower,
     Normalization,
     VisionModel,
     read_image_token_id,
@@ -48,6 +49,21 @@ IGNORED_KEYS = (
     "image_seq_length",
     "vocab_size",
 )  # options of training, processors and text_config
+
+WEIGHT_PREFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model.": ("model.language_model.", "language_model.model."),
+        "lm_head.": ("lm_head.", "language_model.lm_head."),
+        "vision_tower.": (
+            "model.vision_tower.vision_model.",
+            "model.vision_tower.",
+            "vision_tower.vision_model.",
+            "vision_tower.",
+        ),
+        "multi_modal_projector.": ("model.multi_modal_projector.", "multi_modal_projector."),
+        "image_newline": ("model.image_newline", "image_newline"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,59 +135,20 @@ class LlavaTower:
         return tile
 
 
-class Llava(VisionModel):
+def read_llava(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `llava`"""
-
-    WEIGHT_PREFIXES: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "model.": ("model.language_model.", "language_model.model."),
-            "lm_head.": ("lm_head.", "language_model.lm_head."),
-            "vision_tower.": (
-                "model.vision_tower.vision_model.",
-                "model.vision_tower.",
-                "vision_tower.vision_model.",
-                "vision_tower.",
-            ),
-            "multi_modal_projector.": ("model.multi_modal_projector.", "multi_modal_projector."),
-            "image_newline": ("model.image_newline", "image_newline"),
-        }
-    )
-
-    def __init__(
-        self,
-        decoder_type: type[Decoder],
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: LlavaConfig,
-    ) -> None:
-        super().__init__(decoder_type, decoder_config, image_token_id)
-        self.config = config
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        return cls(*read_llava_config(config, path))
-
-    @property
-    def ignored_prefixes(self) -> tuple[str, ...]:
-        """Layers after the last feature layer, and the head."""
-        above = range(max(self.config.feature_layers), self.config.vit.num_layers)
-        names = (*self.config.vit_type.IGNORED_PREFIXES, *(f"encoder.layers.{index}." for index in above))
-        return tuple(f"vision_tower.{name}" for name in names)
-
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        return LlavaTower(self.config, ops, precision, weights, device)
+    return read_llava_model(config, path, lambda llava: partial(LlavaTower, llava))
 
 
-def read_llava_config(
-    config: ConfigReader, path: Path
-) -> tuple[type[Decoder], DecoderConfig, int, LlavaConfig]:
+def read_llava_model(
+    config: ConfigReader, path: Path, make_tower: Callable[[LlavaConfig], BuildTower]
+) -> VisionModel:
     """Read the options that LLaVA-1.5 and LLaVA-NeXT share. Raises CheckpointError."""
     for key in IGNORED_KEYS:
         config.get(key, None)
     decoder_type, decoder = _read_text_decoder(config)
     vit_type, vit = _read_vit(config)
-    strategies = {name: name for name in NUM_DROPPED_ROWS}
-    strategy = config.get_choice("vision_feature_select_strategy", strategies, "default")
+    strategy = config.get_choice("vision_feature_select_strategy", tuple(NUM_DROPPED_ROWS), "default")
     llava = LlavaConfig(
         vit_type=vit_type,
         vit=vit,
@@ -184,7 +161,16 @@ def read_llava_config(
     )
     if llava.tokens_per_tile < 1:
         raise config.error("vision_feature_select_strategy", "leaves no token of a tile of one patch")
-    return decoder_type, decoder, read_image_token_id(config, decoder), llava
+    above = range(max(llava.feature_layers), vit.num_layers)  # layers after the last feature layer
+    ignored = (*vit_type.IGNORED_PREFIXES, *(f"encoder.layers.{index}." for index in above))
+    return VisionModel(
+        decoder_type,
+        decoder,
+        read_image_token_id(config, decoder),
+        WEIGHT_PREFIXES,
+        make_tower(llava),
+        tuple(f"vision_tower.{name}" for name in ignored),
+    )
 
 
 def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
@@ -209,7 +195,7 @@ def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConf
 def _read_vit(config: ConfigReader) -> tuple[type[VisionTransformer], ViTConfig]:
     source = f"{config.source}: vision_config"
     vision = config.get_section("vision_config") or ConfigReader(DEFAULT_VISION_CONFIG, source)
-    name = vision.get_choice("model_type", {name: name for name in VIT_TYPES}, "clip_vision_model")
+    name = vision.get_choice("model_type", tuple(VIT_TYPES), "clip_vision_model")
     vit = VIT_TYPES[name].read_config(vision)
     vision.check_all_read()
     return VIT_TYPES[name], vit

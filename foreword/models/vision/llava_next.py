@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from foreword.core.images import PromptImage, Size, compute_tiling
+from foreword.core.images import (
+    DEFAULT_PINPOINTS,
+    MAX_TILES,
+    PromptImage,
+    Size,
+    compute_tiling,
+    parse_pinpoints,
+)
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.decoder import Decoder
-from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
-from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava_config
+from foreword.models.interfaces import Precision
+from foreword.models.vision.llava import LlavaConfig, LlavaTower, read_llava_model
+from foreword.models.vision.vision_model import BuildTower, VisionModel
 from foreword.weights.config_reader import ConfigReader
-
-DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-MAX_PINPOINTS = 1024
-MAX_TILES = 1024
 
 
 class LlavaNextTower(LlavaTower):
@@ -62,32 +64,17 @@ class LlavaNextTower(LlavaTower):
         return torch.cat((overview, lines.flatten(0, 1)))
 
 
-class LlavaNext(Llava):
+def read_llava_next(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `llava_next`"""
+    config.require_value("use_image_newline_parameter", True)
 
-    def __init__(
-        self,
-        decoder_type: type[Decoder],
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: LlavaConfig,
-        resolutions: Sequence[Size],
-    ) -> None:
-        super().__init__(decoder_type, decoder_config, image_token_id, config)
-        self._resolutions = resolutions
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        config.require_value("use_image_newline_parameter", True)
-        decoder_type, decoder, image_token_id, llava = read_llava_config(config, path)
+    def make_tower(llava: LlavaConfig) -> BuildTower:
         if llava.tokens_per_tile != llava.vit.patches_per_side**2:
             reason = "must leave exactly the patches of a tile: LLaVA-NeXT joins them by position"
             raise config.error("vision_feature_select_strategy", reason)
-        resolutions = _read_resolutions(config, llava.vit.image_size)
-        return cls(decoder_type, decoder, image_token_id, llava, resolutions)
+        return partial(LlavaNextTower, llava, _read_resolutions(config, llava.vit.image_size))
 
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        return LlavaNextTower(self.config, self._resolutions, ops, precision, weights, device)
+    return read_llava_model(config, path, make_tower)
 
 
 def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
@@ -100,23 +87,11 @@ def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
 def _read_resolutions(config: ConfigReader, tile_size: int) -> tuple[Size, ...]:
     """Read `image_grid_pinpoints`: (height, width) pairs."""
     value = config.get("image_grid_pinpoints", DEFAULT_PINPOINTS)
-    if (
-        not isinstance(value, list)
-        or not 1 <= len(value) <= MAX_PINPOINTS
-        or not all(_is_resolution(pinpoint, tile_size) for pinpoint in value)
-    ):
+    resolutions = parse_pinpoints(value, tile_size)
+    if not resolutions:
         raise config.error(
             "image_grid_pinpoints",
             f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} "
             f"tiles at most, got {value!r:.80}",
         )
-    return tuple((height, width) for height, width in value)
-
-
-def _is_resolution(value: object, tile_size: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(length, int) and length > 0 and length % tile_size == 0 for length in value)
-        and value[0] * value[1] <= MAX_TILES * tile_size * tile_size
-    )
+    return resolutions

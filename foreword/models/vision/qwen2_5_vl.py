@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
 
-from foreword.kernels.ops import Ops
 from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
-from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.qwen_config import (
-    QWEN_WEIGHT_PREFIXES,
+    make_qwen_model,
     read_block_indexes,
     read_hidden_size,
     read_qwen2_decoder,
-    read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
@@ -41,28 +37,8 @@ from foreword.weights.config_reader import ConfigReader
 MAX_WINDOW_PIXELS = 1 << 12  # pixels of a side
 
 
-@dataclass(frozen=True, slots=True)
-class WindowConfig:
-    """Attention windows: their side in cells, and the blocks without them."""
-
-    side_cells: int
-    full_attention_blocks: frozenset[int]
-
-
 class Qwen25VLTower(QwenTower):
     """RMSNorm and gated MLPs with biases, as in a decoder. Patches are ordered by window in all blocks."""
-
-    def __init__(
-        self,
-        config: QwenTowerConfig,
-        window_config: WindowConfig,
-        ops: Ops,
-        precision: Precision,
-        weights: Weights,
-        device: str,
-    ) -> None:
-        self._window_config = window_config
-        super().__init__(config, ops, precision, weights, device)
 
     def build_block(self, weights: Weights) -> VisionBlock:
         config, mlp = self.config, weights.prefixed("mlp.")
@@ -79,63 +55,42 @@ class Qwen25VLTower(QwenTower):
         return PatchMerger(self.config, norm, self.build_merger_mlp(weights, "mlp.0", "mlp.2"))
 
     def build_context(self, grid: PatchGrid) -> ImageContext:
-        order, windows = partition_windows(grid, self._window_config.side_cells)
+        order, windows = partition_windows(grid, self.config.window_side)
         context = super().build_context(grid)
         order = order.to(context.positions.device)
         positions = reorder_cells(context.positions, order, grid.merge_size**2)
         return replace(context, positions=positions, window_cu_seqlens=windows, cell_order=order)
 
     def block_cu_seqlens(self, block_index: int, context: ImageContext) -> Sequence[int]:
-        is_full = block_index in self._window_config.full_attention_blocks
+        is_full = block_index in self.config.full_attention_blocks
         return context.cu_seqlens if is_full else context.window_cu_seqlens
 
     def _load_norm(self, weights: Weights, name: str) -> RMSNorm:
         return RMSNorm(self.ops, weights.tensor(f"{name}.weight", self.config.hidden_size), self.EPS)
 
 
-class Qwen25VL(VisionModel):
+def read_qwen2_5_vl(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `qwen2_5_vl`"""
-
-    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
-
-    def __init__(
-        self,
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: QwenTowerConfig,
-        window_config: WindowConfig,
-    ) -> None:
-        super().__init__(Qwen2, decoder_config, image_token_id)
-        self.config = config
-        self.window_config = window_config
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
-        vision.get_choice("hidden_act", GATED_ACTIVATIONS, "silu")
-        tower = read_qwen_tower_config(
-            vision,
-            decoder,
-            path,
-            hidden_size=read_hidden_size(vision, "hidden_size", 3584),
-            intermediate_size=read_hidden_size(vision, "intermediate_size", 3420),
-            out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
-            activation="silu",
-        )
-        windows = _read_window_config(vision, tower)
-        vision.check_all_read()
-        return cls(decoder, read_qwen_image_token_id(config, decoder), tower, windows)
-
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        tower = weights.prefixed("visual.")
-        return Qwen25VLTower(self.config, self.window_config, ops, precision, tower, device)
+    decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
+    vision.get_choice("hidden_act", GATED_ACTIVATIONS, "silu")
+    tower = read_qwen_tower_config(
+        vision,
+        decoder,
+        path,
+        hidden_size=read_hidden_size(vision, "hidden_size", 3584),
+        intermediate_size=read_hidden_size(vision, "intermediate_size", 3420),
+        out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
+        activation="silu",
+    )
+    tower = _with_windows(vision, tower)
+    return make_qwen_model(config, vision, Qwen2, decoder, partial(Qwen25VLTower, tower))
 
 
-def _read_window_config(vision: ConfigReader, tower: QwenTowerConfig) -> WindowConfig:
+def _with_windows(vision: ConfigReader, tower: QwenTowerConfig) -> QwenTowerConfig:
     size = vision.get_int("window_size", 112, high=MAX_WINDOW_PIXELS)
     side = size // tower.merge_size // tower.patch_size
     if side < 1:
         cell = tower.merge_size * tower.patch_size
         raise vision.error("window_size", f"{size} is less than a cell of {cell} pixels")
     full = read_block_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31), tower.depth)
-    return WindowConfig(side, frozenset(full))
+    return replace(tower, window_side=side, full_attention_blocks=frozenset(full))

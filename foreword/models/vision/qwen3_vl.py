@@ -6,9 +6,9 @@ Features of inner blocks are added to the hidden states after the decoder's firs
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from foreword.kernels.ops import Ops
 from foreword.layers.norm import EncoderLayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.decoder_config import DecoderConfig
-from foreword.models.interfaces import Precision, VisionEncoder
+from foreword.models.interfaces import Precision
 from foreword.models.qwen3 import Qwen3
 from foreword.models.vision.qwen_config import (
-    QWEN_WEIGHT_PREFIXES,
+    make_qwen_model,
     read_block_indexes,
     read_hidden_size,
     read_qwen3_decoder,
-    read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
@@ -35,33 +34,17 @@ from foreword.weights.config_reader import ConfigReader
 MAX_POSITIONS_PER_SIDE = 1 << 10  # learned positions
 
 
-@dataclass(frozen=True, slots=True)
-class DeepStackConfig:
-    """Learned positions and DeepStack of Qwen3-VL."""
-
-    positions_per_side: int  # learned positions, interpolated to the image's size
-    block_indexes: tuple[int, ...]  # blocks whose outputs become DeepStack features
-
-
 class Qwen3VLTower(QwenTower):
     """LayerNorm, and MLPs without a gate."""
 
     PATCH_BIAS = True
 
     def __init__(
-        self,
-        config: QwenTowerConfig,
-        deepstack: DeepStackConfig,
-        ops: Ops,
-        precision: Precision,
-        weights: Weights,
-        device: str,
+        self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str
     ) -> None:
-        self._deepstack = deepstack
         super().__init__(config, ops, precision, weights, device)
-        self._pos_embed = weights.tensor(
-            "pos_embed.weight", deepstack.positions_per_side**2, config.hidden_size
-        )
+        shape = config.positions_per_side**2, config.hidden_size
+        self._pos_embed = weights.tensor("visual.pos_embed.weight", *shape)
 
     def build_block(self, weights: Weights) -> VisionBlock:
         return self.build_layer_norm_block(weights, "linear_fc1", "linear_fc2")
@@ -71,13 +54,13 @@ class Qwen3VLTower(QwenTower):
 
     def build_deepstack(self, weights: Weights) -> list[tuple[int, PatchMerger]]:
         mergers = []
-        for number, block in enumerate(self._deepstack.block_indexes):
+        for number, block in enumerate(self.config.deepstack_blocks):
             merger_weights = weights.prefixed(f"deepstack_merger_list.{number}.")
             mergers.append((block, self._load_merger(merger_weights, norm_by_patch=False)))
         return mergers
 
     def embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
-        positions = interpolate_pos_embed(self._pos_embed, self._deepstack.positions_per_side, grid)
+        positions = interpolate_pos_embed(self._pos_embed, self.config.positions_per_side, grid)
         return patches + positions.to(patches.dtype)
 
     def _load_merger(self, weights: Weights, norm_by_patch: bool) -> PatchMerger:
@@ -109,47 +92,27 @@ def _interpolation_weights(positions: Tensor, size: int, side: int) -> list[tupl
     return [(lower.long(), 1 - (exact - lower)), (upper.long(), exact - lower)]
 
 
-class Qwen3VL(VisionModel):
+def read_qwen3_vl(config: ConfigReader, path: Path) -> VisionModel:
     """model_type `qwen3_vl`"""
-
-    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
-
-    def __init__(
-        self,
-        decoder_config: DecoderConfig,
-        image_token_id: int,
-        config: QwenTowerConfig,
-        deepstack: DeepStackConfig,
-    ) -> None:
-        super().__init__(Qwen3, decoder_config, image_token_id)
-        self.config = config
-        self.deepstack = deepstack
-
-    @classmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        decoder, vision = read_qwen3_decoder(config), read_vision_config(config)
-        tower = read_qwen_tower_config(
-            vision,
-            decoder,
-            path,
-            depth=27,
-            hidden_size=read_hidden_size(vision, "hidden_size", 1152),
-            intermediate_size=read_hidden_size(vision, "intermediate_size", 4304),
-            out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
-            patch_size=16,
-            activation="gelu_pytorch_tanh",
-        )
-        depths = _read_deepstack(vision, tower, decoder)
-        vision.check_all_read()
-        return cls(decoder, read_qwen_image_token_id(config, decoder), tower, depths)
-
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        return Qwen3VLTower(self.config, self.deepstack, ops, precision, weights.prefixed("visual."), device)
+    decoder, vision = read_qwen3_decoder(config), read_vision_config(config)
+    tower = read_qwen_tower_config(
+        vision,
+        decoder,
+        path,
+        depth=27,
+        hidden_size=read_hidden_size(vision, "hidden_size", 1152),
+        intermediate_size=read_hidden_size(vision, "intermediate_size", 4304),
+        out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
+        patch_size=16,
+        activation="gelu_pytorch_tanh",
+    )
+    tower = _with_deepstack(vision, tower, decoder)
+    return make_qwen_model(config, vision, Qwen3, decoder, partial(Qwen3VLTower, tower))
 
 
-def _read_deepstack(
+def _with_deepstack(
     vision: ConfigReader, tower: QwenTowerConfig, decoder_config: DecoderConfig
-) -> DeepStackConfig:
+) -> QwenTowerConfig:
     positions = vision.get_int("num_position_embeddings", 2304, high=MAX_POSITIONS_PER_SIDE**2)
     side = math.isqrt(positions)
     if side**2 != positions:
@@ -158,4 +121,4 @@ def _read_deepstack(
     if len(blocks) > len(decoder_config.layer_types):
         reason = f"has {len(blocks)} blocks, but the decoder has {len(decoder_config.layer_types)} layers"
         raise vision.error("deepstack_visual_indexes", reason)
-    return DeepStackConfig(side, blocks)
+    return replace(tower, positions_per_side=side, deepstack_blocks=blocks)

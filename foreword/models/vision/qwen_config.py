@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from foreword.kernels.ops import MRopeSections
+from foreword.models.decoder import Decoder
 from foreword.models.decoder_config import (
     MAX_HIDDEN_SIZE,
     MAX_LAYERS,
@@ -23,6 +24,8 @@ from foreword.models.qwen3 import HEAD_DIM
 from foreword.models.vision.qwen_tower import QwenTowerConfig
 from foreword.models.vision.vision_layers import ACTIVATIONS
 from foreword.models.vision.vision_model import (
+    BuildTower,
+    VisionModel,
     read_image_token_id,
     read_normalization,
     read_preprocessor_config,
@@ -61,15 +64,13 @@ def read_qwen3_decoder(config: ConfigReader) -> DecoderConfig:
         raise config.error("text_config", "is missing")
     context_length = text.get_int("max_position_embeddings")
     rope = read_rope(text, read_head_dim(text, HEAD_DIM), context_length, QWEN3_THETA, QWEN3_MROPE_SECTIONS)
-    bias = text.get_bool("attention_bias", False)
     layer_types = [LayerType(window, rope) for window in read_qwen_layer_windows(text)]
     decoder = read_decoder_config(
         text,
         "qwen3_vl",
         layer_types=layer_types,
         head_dim=HEAD_DIM,
-        qkv_bias=bias,
-        out_bias=bias,
+        bias_key="attention_bias",
         qk_norm=QKNorm(),
     )
     return _merge_text_config(config, text, decoder)
@@ -98,11 +99,19 @@ def _merge_text_config(
     )
 
 
-def read_qwen_image_token_id(config: ConfigReader, decoder_config: DecoderConfig) -> int:
-    """The placeholder's id."""
+def make_qwen_model(
+    config: ConfigReader,
+    vision: ConfigReader,
+    decoder_type: type[Decoder],
+    decoder_config: DecoderConfig,
+    build_tower: BuildTower,
+) -> VisionModel:
+    """The model, when all options of the vision_config are read. Raises CheckpointError."""
+    vision.check_all_read()
     for key in IGNORED_TOKEN_KEYS:
         config.get(key, None)
-    return read_image_token_id(config, decoder_config)
+    token_id = read_image_token_id(config, decoder_config)
+    return VisionModel(decoder_type, decoder_config, token_id, QWEN_WEIGHT_PREFIXES, build_tower)
 
 
 def read_vision_config(config: ConfigReader) -> ConfigReader:

@@ -56,6 +56,10 @@ class QwenTowerConfig:
     rope_theta: float
     activation: str
     normalization: Normalization
+    window_side: int = 0  # cells of the side of an attention window; 0: no windows
+    full_attention_blocks: frozenset[int] = frozenset()  # without windows
+    positions_per_side: int = 0  # learned positions, interpolated to the image's size; 0: none
+    deepstack_blocks: tuple[int, ...] = ()  # whose outputs become DeepStack features
 
     @property
     def head_dim(self) -> int:
@@ -247,6 +251,7 @@ class QwenTower(ABC):
     def __init__(
         self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str
     ) -> None:
+        weights = weights.prefixed("visual.")
         self.config = config
         self.ops = ops
         self.weight_format = unquantized_format(precision)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -42,32 +40,20 @@ class Normalization:
         return (pixels.to(device, torch.float32) * self.scale - mean) / std
 
 
-class VisionModel(ABC):
-    """Config of a vision-language model. A subclass per architecture reads it and builds the tower."""
+BuildTower = Callable[[Ops, Precision, Weights, str], VisionEncoder]
 
+
+@dataclass(frozen=True, slots=True)
+class VisionModel:
+    """Config of a vision-language model, and how its tower is built."""
+
+    decoder_type: type[Decoder]
+    decoder_config: DecoderConfig
+    image_token_id: int  # placeholder in prompts
     # Prefix that our modules use ("model." and "lm_head." for the decoder) -> prefixes in files, by priority.
-    WEIGHT_PREFIXES: ClassVar[Mapping[str, tuple[str, ...]]]
-
-    def __init__(
-        self, decoder_type: type[Decoder], decoder_config: DecoderConfig, image_token_id: int
-    ) -> None:
-        self.decoder_type = decoder_type
-        self.decoder_config = decoder_config
-        self.image_token_id = image_token_id  # placeholder in prompts
-
-    @classmethod
-    @abstractmethod
-    def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """Read config.json and other files in `path`. Raises CheckpointError."""
-
-    @property
-    def ignored_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of tensors that are not loaded, in terms of WEIGHT_PREFIXES' keys."""
-        return ()
-
-    @abstractmethod
-    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower; `weights` has the parts under the keys of WEIGHT_PREFIXES."""
+    weight_prefixes: Mapping[str, tuple[str, ...]]
+    build_tower: BuildTower  # on a device; the weights have the parts under the keys of weight_prefixes
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors that are not loaded, in terms of these keys
 
 
 def read_image_token_id(config: ConfigReader, decoder_config: DecoderConfig) -> int:

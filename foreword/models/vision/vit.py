@@ -159,9 +159,9 @@ class VisionTransformer(ABC):
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
         """Load the tensors that `embed` needs besides patches and positions."""
 
-    @abstractmethod
     def embed(self, patches: Tensor) -> Tensor:
         """Patches [side * side, H] -> [N, H], input of the first layer."""
+        return patches + self._position_embedding
 
     def encode_tile(self, tile: Tensor, feature_layers: Sequence[int]) -> Generator[int, None, Tensor]:
         """Tile float32 [3, image_size, image_size] -> [N, H * len(feature_layers)], after these layers.
@@ -213,7 +213,3 @@ class Siglip(VisionTransformer):
 
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
         """No tensors beyond patches and positions."""
-
-    def embed(self, patches: Tensor) -> Tensor:
-        """[side * side, H] -> [side * side, H]"""
-        return patches + self._position_embedding

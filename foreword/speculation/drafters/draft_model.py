@@ -24,7 +24,7 @@ from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Draft
 from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import Model
+from foreword.models.decoder import Decoder
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.drafters.eager_draft_loop import (
@@ -161,7 +161,7 @@ class ModelDrafter(DeviceDrafter):
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         kv: KVStorage,
         sampler: Sampler,
         pool: BlockPool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor
 from foreword.core.states import StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.quantization import QUANT_BLOCKS
 from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.planning.memory import ModelInfo, PackedFormat
@@ -27,7 +29,6 @@ from foreword.weights.file_to_device import DeviceLoader, FileSpan
 from foreword.weights.gguf.header import EMBEDDING_TENSOR, GGUFFile, TensorInfo
 from foreword.weights.gguf.metadata import ROPE_TENSORS
 from foreword.weights.gguf.tensor_names import HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR, gguf_name
-from foreword.weights.gguf.value_heads import TiledValueHeads
 from foreword.weights.mapped_file import MappedFile
 from foreword.weights.renamed_weights import PrefixedWeights
 from foreword.weights.safetensors_weights import unexpected_tensors_error
@@ -97,6 +98,13 @@ PERMUTED_QK_ARCHITECTURES = (
     "nemotron_h",
     "nemotron_h_moe",
     "smollm3",
+)
+# Tensors of a Gated DeltaNet by what their rows are
+DELTA_NET_TENSOR = re.compile(r".+\.linear_attn\.(\w+?)(?:\.weight)?")
+CHANNELS, VALUES, HEADS = (
+    ("in_proj_qkv", "conv1d"),  # rows of q and k, then those of values
+    ("in_proj_z",),
+    ("in_proj_a", "in_proj_b", "A", "dt_bias"),
 )
 EXPERTS_MARK = "_exps."  # in names of tensors
 OUTER_TENSORS = (EMBEDDING_TENSOR, HEAD_TENSOR, PER_LAYER_EMBEDDING_TENSOR)
@@ -169,6 +177,49 @@ def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
     return MappedFile(info.file).tensor(torch.float32, info.offset, info.num_values).tolist()
 
 
+class TiledValueHeads:
+    """Undoes the order of files: the first value head of each key head, then the second of each, and so on.
+
+    Checkpoints keep the value heads of a key head together.
+    """
+
+    def __init__(self, shape: StateShape) -> None:
+        self._shape = shape
+        group = shape.value_heads // shape.key_heads
+        self._heads = torch.arange(shape.value_heads).view(group, shape.key_heads).t().flatten()
+
+    def restore_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Rows [N, ...] of the tensor called `name`, in the order of checkpoints."""
+        match, shape = DELTA_NET_TENSOR.fullmatch(name), self._shape
+        if match is None or match[1] not in (*CHANNELS, *VALUES, *HEADS):
+            return rows
+        order = self._heads
+        if match[1] not in HEADS:
+            order = self._order(shape.value_dim)
+        if match[1] in CHANNELS:
+            num_keys = shape.channels - len(order)
+            order = torch.cat((torch.arange(num_keys), order + num_keys))
+        return rows[order.to(rows.device)]
+
+    def restore_columns(self, name: str, matrix: Matrix) -> Matrix:
+        """Columns of out_proj. Heads that do not fill blocks stay, and inputs get an order."""
+        match, size = DELTA_NET_TENSOR.fullmatch(name), self._shape.value_dim
+        if match is None or match[1] != "out_proj":
+            return matrix
+        if isinstance(matrix, Tensor):
+            return matrix[:, self._order(size).to(matrix.device)]
+        assert isinstance(matrix, QuantizedBlocks)
+        block = QUANT_BLOCKS[matrix.format]
+        if size % block.num_values:
+            return replace(matrix, input_order=self._order(size).argsort().to(matrix.data.device))
+        order = self._order(size // block.num_values * block.num_bytes)
+        return replace(matrix, data=matrix.data[:, order.to(matrix.data.device)])
+
+    def _order(self, size: int) -> Tensor:
+        """The place in files of each of our values, int64 [heads * size]; size: of a head."""
+        return (self._heads[:, None] * size + torch.arange(size)).flatten()
+
+
 class GGUFWeights:
     """Tensors of a GGUF file, see `layers.weights.Weights`. They are mapped if there is no device loader.
 
@@ -204,7 +255,7 @@ class GGUFWeights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
-        info = self.lookup(name, shape)
+        info = self.check_shape(name, shape)
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
         self.num_parameters += info.num_values
@@ -215,7 +266,7 @@ class GGUFWeights:
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         """Matrices as they are in the file; their pages are released at the end."""
-        infos = {name: self.lookup(name, (size, in_features)) for name, size in out_features.items()}
+        infos = {name: self.check_shape(name, (size, in_features)) for name, size in out_features.items()}
         yield [self._matrix(name, info) for name, info in infos.items()]
         for info in infos.values():
             self._release(info)
@@ -226,12 +277,16 @@ class GGUFWeights:
     @contextmanager
     def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
         """One matrix as it is in the file; its pages are released at the end."""
-        info = self.lookup(name, shape).part(index)
+        info = self.check_shape(name, shape).part(index)
         yield self._matrix(name, info)
         self._release(info)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._gguf.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -246,7 +301,7 @@ class GGUFWeights:
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
-    def lookup(self, name: str, shape: Sequence[int]) -> TensorInfo:
+    def check_shape(self, name: str, shape: Sequence[int]) -> TensorInfo:
         """The tensor's entry in the header. Raises CheckpointError if it is missing or has another shape."""
         info = self._find(name)
         if info is None:

@@ -117,34 +117,18 @@ LOCAL_THETA = 10000.0
 # The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
 GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
 # No key declares biases: where the architecture leaves them open, the first layer's tensors decide.
+QKV_BIAS, MLP_BIAS, USE_BIAS = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_up"}, {"use_bias": "attn_q"}
 BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "apertus": {"attention_bias": "attn_q"},
-        "arcee": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        **dict.fromkeys(("apertus", "cohere2", "command-r", "glm4", "glm4moe", "gpt-oss"), QKV_BIAS),
+        **dict.fromkeys(("granitemoe", "hunyuan-dense", "hunyuan-moe", "olmo2", "olmoe"), QKV_BIAS),
+        **dict.fromkeys(("qwen3", "qwen3moe"), QKV_BIAS),
+        **dict.fromkeys(("arcee", "exaone", "falcon-h1", "granite", "llama"), QKV_BIAS | MLP_BIAS),
+        **dict.fromkeys(("nemotron", "smollm3"), QKV_BIAS | MLP_BIAS),
+        **dict.fromkeys(("ernie4_5", "ernie4_5-moe", "starcoder2"), USE_BIAS),
         "bailingmoe2": {"use_qkv_bias": "attn_qkv", "use_bias": "attn_output"},
-        "cohere2": {"attention_bias": "attn_q"},
-        "command-r": {"attention_bias": "attn_q"},
-        "ernie4_5": {"use_bias": "attn_q"},
-        "ernie4_5-moe": {"use_bias": "attn_q"},
-        "exaone": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        "falcon-h1": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        "glm4": {"attention_bias": "attn_q"},
-        "glm4moe": {"attention_bias": "attn_q"},
-        "gpt-oss": {"attention_bias": "attn_q"},
-        "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        "granitemoe": {"attention_bias": "attn_q"},
-        "hunyuan-dense": {"attention_bias": "attn_q"},
-        "hunyuan-moe": {"attention_bias": "attn_q"},
-        "llama": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        "nemotron": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        "olmo2": {"attention_bias": "attn_q"},
-        "olmoe": {"attention_bias": "attn_q"},
-        "qwen3": {"attention_bias": "attn_q"},
-        "qwen3moe": {"attention_bias": "attn_q"},
-        "seed_oss": {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"},
-        "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "seed_oss": QKV_BIAS | MLP_BIAS | {"attention_out_bias": "attn_output"},
         "stablelm": {"use_qkv_bias": "attn_q"},
-        "starcoder2": {"use_bias": "attn_q"},
     }
 )
 FUSED_QKV = ("bailingmoe2", "phi3")  # architectures with q, k and v in one tensor
@@ -223,13 +207,9 @@ def _read_architecture(gguf: GGUFFile) -> str:
 
 def _gemma4_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
     _check_outer_shape(metadata)
-    layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
-    return {
-        **_common_options(metadata),
-        **gemma4_config.gemma4_options(metadata, layer_types, read_tensor),
-        "layer_types": layer_types,
-        "sliding_window": _read_window(metadata),
-    }
+    windows = _window_options(metadata)
+    own = gemma4_config.gemma4_options(metadata, windows["layer_types"], read_tensor)
+    return {**_common_options(metadata), **own, **windows}
 
 
 def _check_outer_shape(metadata: MetadataReader) -> None:
@@ -366,13 +346,13 @@ def _family_options(metadata: MetadataReader) -> Options:
     name = metadata.architecture
     if name.startswith("gemma") and name != "gemma":
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
-    if metadata.architecture in NEMOTRON_H_ARCHITECTURES:
+    if name in NEMOTRON_H_ARCHITECTURES:
         return nemotron_h_options(metadata)
-    if metadata.architecture == "falcon-h1":
+    if name == "falcon-h1":
         return falcon_h1_options(metadata)
-    if metadata.architecture == "granitehybrid":
+    if name == "granitehybrid":
         return state_options(metadata) | _granite_hybrid_options(metadata)
-    if metadata.architecture in STATE_ARCHITECTURES:
+    if name in STATE_ARCHITECTURES:
         return state_options(metadata)
     options: Options = {"hidden_act": ACTIVATIONS.get(name, "silu")}
     if name == "apertus":
@@ -381,29 +361,25 @@ def _family_options(metadata: MetadataReader) -> Options:
         return options | _cohere_options(metadata)
     if name == "glm4moe":
         return options | {"use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.tensors, **NO_MTP_HEAD}
-    if name in ("dots1", "starcoder2"):
-        return options | {"sliding_window": _read_window(metadata) if name == "starcoder2" else None}
     if name == "hunyuan-moe":
         metadata.require_value("expert_shared_count", 1)
         metadata.require_value(SHARED_SIZE, metadata.get_int(expert_size_key(metadata)))
-        return options
-    if metadata.architecture in ("granite", "granitemoe"):
+    if name in ("granite", "granitemoe"):
         return options | _granite_options(metadata)
-    if metadata.architecture == "mistral3":
+    if name in ("dots1", "mistral3"):
         return options | {"sliding_window": None}
-    if metadata.architecture == "phi3":
+    if name in ("phi3", "starcoder2"):
         return options | {"sliding_window": _read_window(metadata)}
-    if metadata.architecture == "gpt-oss":
+    if name in ("exaone4", "gpt-oss") or _read_model_type(metadata) == "olmo3":
         theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
         metadata.require_value("rope.freq_base_swa", theta)
-        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
-        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
-    if metadata.architecture == "exaone4" or _read_model_type(metadata) == "olmo3":
-        theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
-        metadata.require_value("rope.freq_base_swa", theta)
-        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
-        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
+        return options | _window_options(metadata)
     return options
+
+
+def _window_options(metadata: MetadataReader) -> Options:
+    layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+    return {"sliding_window": _read_window(metadata), "layer_types": layer_types}
 
 
 def _xielu_options(metadata: MetadataReader) -> Options:
@@ -434,8 +410,7 @@ def _cohere_options(metadata: MetadataReader) -> Options:
     options: Options = {"logit_scale": metadata.get_float("logit_scale")}
     if metadata.architecture == "command-r":
         return options | {"use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.tensors}
-    layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
-    return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
+    return options | _window_options(metadata)
 
 
 def _granite_options(metadata: MetadataReader) -> Options:

@@ -60,7 +60,7 @@ class MetadataReader:
         return self.get_float(key, default) if self.get(key, default or 0) != 0 else None
 
     def get_choice(self, key: str, names: tuple[str, ...], default: str) -> str:
-        return self._reader.get_choice(self._prefix + key, {name: name for name in names}, default)
+        return self._reader.get_choice(self._prefix + key, names, default)
 
     def require_value(self, key: str, value: Any) -> None:
         """The key must be missing or have this value, the only supported one."""

@@ -11,11 +11,7 @@ from types import MappingProxyType
 
 from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.module_patterns import NamePattern, find_first
-from foreword.weights.quantized.awq import AWQ
-from foreword.weights.quantized.compressed_tensors import PackedInts, PlainInts
-from foreword.weights.quantized.float8 import Float8
-from foreword.weights.quantized.gptq import GPTQ
-from foreword.weights.quantized.scheme import Scheme
+from foreword.weights.quantized.scheme import AWQ, GPTQ, Float8, PackedInts, PlainInts, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +29,7 @@ IGNORED_KEYS = (
 )
 GPTQ_ZERO_OFFSETS: Mapping[str, int] = MappingProxyType({"gptq": 1, "gptq_v2": 0})
 MIXED_FORMAT = "mixed-precision"
-COMPRESSED_FORMATS: Mapping[str, str] = MappingProxyType(
-    {
-        name: name
-        for name in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MIXED_FORMAT)
-    }
-)
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MIXED_FORMAT)
 ANY_MODULE = NamePattern("", "start")
 MAX_BLOCK = 1 << 17  # rows or columns
 BLOCK_TEXT = re.compile(r"(\d{1,6})x(\d{1,6})", re.ASCII)  # as old versions of compressed-tensors write it
@@ -105,13 +96,13 @@ def _read_awq(config: ConfigReader) -> tuple[Rule, ...]:
     if config.get("backend", "autoawq") == "llm-awq":
         raise config.error("backend", "llm-awq packs weights in another layout; autoawq's `gemm` works")
     config.require_value("desc_act", False)
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     group_size = _read_group_size(config, "group_size" if "group_size" in config else "q_group_size")
     return (Rule(ANY_MODULE, AWQ(4, group_size)),)
 
 
 def _read_gptq(config: ConfigReader) -> tuple[Rule, ...]:
-    formats = {name: name for name in GPTQ_ZERO_OFFSETS}
+    formats = tuple(GPTQ_ZERO_OFFSETS)
     default = config.get_choice("format", formats, "gptq")  # the name in newer versions
     zero_offset = GPTQ_ZERO_OFFSETS[config.get_choice("checkpoint_format", formats, default)]
     for key in ("is_marlin_format", "awq_gemm_checkpoint"):
@@ -165,11 +156,12 @@ def _read_compressed(config: ConfigReader) -> tuple[Rule, ...]:
         if group is None:
             raise groups.error(name, "must be an object")
         scheme = _read_compressed_group(group, default_format)
-        for target in _read_names(group, "targets"):
+        for target in group.get_strs("targets") or ():
             rank = 2 if target == "Linear" else int(target.startswith("re:"))
             by_rank[rank].append(Rule(_read_target(group, "targets", target), scheme))
         group.check_all_read()
-    ignored = [Rule(_read_target(config, "ignore", target), None) for target in _read_names(config, "ignore")]
+    names = config.get_strs("ignore") or ()
+    ignored = [Rule(_read_target(config, "ignore", name), None) for name in names]
     return (*ignored, *by_rank[0], *by_rank[1], *by_rank[2])
 
 
@@ -189,7 +181,7 @@ def _read_compressed_group(group: ConfigReader, default_format: str) -> Scheme |
     if str(weights.get("actorder", None)).lower() in ("group", "dynamic", "true"):
         raise weights.error("actorder", "of groups (weight_g_idx) is not supported; weight or static works")
     weights.require_value("dynamic", False)
-    kind = weights.get_choice("type", {"int": "int", "float": "float"}, "int")
+    kind = weights.get_choice("type", ("int", "float"), "int")
     if storage != "naive-quantized" and (kind == "float") != (storage == "float-quantized"):
         raise weights.error("type", f"{kind} does not fit the format {storage}")
     strategy = _read_strategy(weights, kind)
@@ -203,7 +195,7 @@ def _read_strategy(weights: ConfigReader, kind: str) -> str:
     size = weights.get("group_size", None)
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     known = ("tensor", "channel", "group", *(("block",) if kind == "float" else ()))
-    return weights.get_choice("strategy", {name: name for name in known}, default)
+    return weights.get_choice("strategy", known, default)
 
 
 def _read_compressed_weights(
@@ -226,12 +218,12 @@ def _read_compressed_weights(
 
 
 def _read_fp8(config: ConfigReader) -> tuple[Rule, ...]:
-    config.get_choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
+    config.get_choice("activation_scheme", ("dynamic", "static"), "dynamic")
     for key in ("modules_to_not_convert", "ignored_layers"):
-        _read_names(config, key)
+        config.get_strs(key)
     for key, value in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
         config.require_value(key, value)
-    config.get_choice("scale_fmt", {"float": "float", "ue8m0": "ue8m0"}, "float")
+    config.get_choice("scale_fmt", ("float", "ue8m0"), "float")
     config.get("dequantize", None)
     if config.get("kv_cache_scheme", None) is not None:
         logger.warning("%s: `kv_cache_scheme` is not used; see --kv-cache-dtype", config.source)
@@ -244,13 +236,13 @@ def _read_fp8(config: ConfigReader) -> tuple[Rule, ...]:
 def _read_fbgemm_fp8(config: ConfigReader) -> tuple[Rule, ...]:
     """A scale for each row; the limit of activations' scales is not used."""
     config.get("activation_scale_ub", None)
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     return (Rule(ANY_MODULE, Float8("weight_scale", None)),)
 
 
 def _read_mxfp4(config: ConfigReader) -> tuple[Rule, ...]:
     """The architecture reads its tensors of blocks and scales itself."""
-    _read_names(config, "modules_to_not_convert")
+    config.get_strs("modules_to_not_convert")
     config.get("dequantize", None)
     return ()
 
@@ -290,13 +282,6 @@ def _read_block_shape(config: ConfigReader, key: str) -> tuple[int, int]:
     if not is_pair or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in shape):
         raise config.error(key, f"must be two numbers from 1 to {MAX_BLOCK}, got {shape!r:.80}")
     return shape[0], shape[1]
-
-
-def _read_names(config: ConfigReader, key: str) -> tuple[str, ...]:
-    names = config.get(key, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.error(key, f"must be a list of names, got {names!r:.80}")
-    return tuple(names)
 
 
 def _read_target(config: ConfigReader, key: str, target: str) -> NamePattern:

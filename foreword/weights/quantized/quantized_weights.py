@@ -90,7 +90,7 @@ class QuantizedWeights(SafetensorsWeights):
                 names.append(name)
             else:
                 stored = self._check_matrix(name, scheme, rows, in_features)
-                matrices.append(self._read_matrix(name, scheme, stored, rows, in_features))
+                matrices.append(self._read_matrix(scheme, stored, rows, in_features))
                 names += stored.values()
         yield matrices
         for name in names:
@@ -195,22 +195,15 @@ class QuantizedWeights(SafetensorsWeights):
         return names
 
     def _read_matrix(
-        self, name: str, scheme: Scheme, stored: Mapping[str, str], rows: int, columns: int
+        self, scheme: Scheme, stored: Mapping[str, str], rows: int, columns: int
     ) -> GroupedInts | Float8Blocks:
         """The matrix on the engine's device."""
-        tensors = {suffix: self._read_part(part) for suffix, part in stored.items()}
+        tensors = {suffix: self._load(part, dtypes=QUANTIZED_DTYPES) for suffix, part in stored.items()}
         self.num_parameters += rows * columns
         try:
             return scheme.matrix(tensors, rows, columns)
         except SchemeError as error:
             raise self._error(stored[error.suffix], str(error)) from None
-
-    def _read_part(self, name: str) -> Tensor:
-        file = self._file_by_name[name]
-        tensor = file.tensor(name, dtypes=QUANTIZED_DTYPES)
-        if self._device_loader is None:
-            return tensor
-        return self._device_loader.tensor(file.span(name), tensor.dtype, tensor.shape)
 
     def _error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: tensor `{name}` {problem}")

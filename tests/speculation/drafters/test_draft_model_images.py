@@ -24,7 +24,8 @@ from foreword.kernels.ops import DraftJob, DraftTokens
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.interfaces import Model, Precision
+from foreword.models.decoder import Decoder
+from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter
@@ -50,7 +51,7 @@ def state_of(
 
 
 @cache
-def model_of(path: Path, max_len: int) -> Model:
+def model_of(path: Path, max_len: int) -> Decoder:
     return load_model(path, select_backend("cpu"), Precision.from_dtypes("float32"), "cpu", max_len)
 
 
@@ -64,7 +65,7 @@ def drafter_of(path: Path, max_len: int = 256, blocks: int = 200, max_rows: int 
 class EncodedImages:
     """Features of the images encoded so far."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.model = model
         self.known: dict[bytes, Tensor] = {}
 
