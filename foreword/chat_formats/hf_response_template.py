@@ -67,6 +67,8 @@ def _read_tools(field: Mapping[str, Any]) -> ToolFormat | None:
         return None
     before, after = NAME_GROUP.split(field["open_pattern"])
     opening = (*_parts(before), Name(), *_parts(after))
+    if not isinstance(opening[0], str) or not opening[0].strip():
+        return None  # no marker tells a call from content
     if field.get("content") == "json":
         if options.get("unquoted_keys"):
             ((quote, _),) = options["string_delims"]

@@ -130,6 +130,8 @@ def test_markers_of_content() -> None:
         spec({**CALL, "content_args": {"unquoted_keys": True}, "transform": WHOLE}),
         spec({**PATTERN, "open_pattern": r"<call>(a|b)(?P<name>\w+)", "transform": NAMED}),
         spec({**PATTERN, "open_pattern": r"<call>", "transform": NAMED}),
+        spec({**PATTERN, "open_pattern": r"(?P<name>\w+)\s*=", "transform": NAMED}),  # without a marker
+        spec({**PATTERN, "open_pattern": r"\s*(?P<name>\w+)\s*=", "transform": NAMED}),
         spec({**CALL, "transform": 5}),
     ],
 )
