@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-MAX_SHOWN_CHARS: Final = 80  # of an invalid value in a message
+MAX_SHOWN_CHARS: Final = 80  # characters of an invalid value in a message
 
 
 class Terminated(SystemExit):

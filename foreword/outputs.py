@@ -90,7 +90,7 @@ class StreamPiece:
 def make_output(
     prompt: str | None,
     choices: Sequence[ChoiceOutput],
-    hashes: Mapping[str, Sequence[int]],  # of logits, by request id
+    hashes: Mapping[str, Sequence[int]],  # logits' hashes by request id
     recorder: MetricsRecorder,
 ) -> RequestOutput:
     """The output of a prompt whose choices are finished."""

@@ -81,7 +81,7 @@ class KernelCase:
     call: Callable[[Any], object]
     repeats: int
     num_bytes: float = 0.0  # read by one operation; 0: memory does not bound it
-    num_ops: float = 0.0  # of one operation; a multiply-add is two
+    num_ops: float = 0.0  # arithmetic of one operation; a multiply-add is two
     peak_format: str = ""  # product that bounds it, one of PEAK_TYPES
     prepare: Callable[[], Any] = lambda: None
 

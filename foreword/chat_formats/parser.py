@@ -180,7 +180,7 @@ class ChatParser(CallReader):
         self._events: list[ParserEvent] = []
 
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
-        self._region_before = self._region  # of the text before the current token
+        self._region_before = self._region  # region before the current token
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
         self._num_announced = 0  # pieces of it that the stop string search has seen
         self._has_separators = drops_space is not False

@@ -57,7 +57,7 @@ REPLICA_ANSWER_S = 5.0  # timeout of a server of --replica-urls
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-INDENT = " " * 7  # of lines below the first of a result
+INDENT = " " * 7  # indent of a result's further lines
 MAX_LISTED_SETS = 8
 MAX_COMBINED = 12  # unpinned models of which all sets are tried
 
@@ -278,7 +278,7 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
 
 
 def _check_host_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
-    """What --kv-cache-host-memory holds."""
+    """Capacity of --kv-cache-host-memory."""
     block = tier_block(config, detect_hardware(config, target), target, drafter, 0)
     num_bytes = host_tier_bytes(config)
     if num_bytes < block.num_bytes + block.state_bytes:
@@ -291,7 +291,7 @@ def _check_host_memory(config: Config, target: ModelInfo, drafter: ModelInfo | N
 
 
 def _check_disk(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
-    """What the limit of --kv-cache-dir holds, and whether an engine can use the directory."""
+    """Capacity of --kv-cache-dir, and whether an engine can use the directory."""
     root, limit = Path(str(config.kv_cache_dir)), parse_bytes("kv_cache_disk", config.kv_cache_disk)
     block = tier_block(config, detect_hardware(config, target), target, drafter, HEADER.size)
     if limit < block.num_bytes:

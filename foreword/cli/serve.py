@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             return asyncio.run(_serve(config, listener, args.fork_server))
         finally:
-            faulthandler.cancel_dump_traceback_later()  # of ShutdownSignals
+            faulthandler.cancel_dump_traceback_later()  # armed by ShutdownSignals
 
 
 def raise_file_limit(count: int) -> None:

@@ -57,7 +57,7 @@ class StateSizes(NamedTuple):
 
     num_slots: int  # running requests, and slot 0 for dummy rows
     num_anchors: int
-    max_rows: int  # of a step that may be rejected: a token and its draft
+    max_rows: int  # rejectable rows of a step: a token and its draft
 
 
 NO_STATES = StateSizes(0, 0, 0)

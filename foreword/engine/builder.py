@@ -84,7 +84,7 @@ class LoadedModels:
     target: Decoder
     draft_model: Decoder | None = None
     draft_model_len: int = 0  # context limit of the draft model
-    kv_memory: MemoryFile | None = None  # of the target's KV cache; None: private
+    kv_memory: MemoryFile | None = None  # memory of the target's KV cache; None: private
 
 
 class EngineComponents:

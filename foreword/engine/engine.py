@@ -69,7 +69,7 @@ class Engine:
         self.overlap = overlap
         self.adapters = adapters
         # Set by load()
-        self.prefix_loader: PrefixLoader | None = None  # of tiers below device memory
+        self.prefix_loader: PrefixLoader | None = None  # for tiers below device memory
         self.num_adopted_tokens = 0  # whose KV the engine before has left in memory
         self.grammars = model_runner.grammars
         self.timer = model_runner.timer

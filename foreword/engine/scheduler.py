@@ -78,7 +78,7 @@ class Scheduler:
         prefix_caching: bool = True,
         computable_until: ComputableUntil = lambda state, start: len(state.tokens),
         clock: Callable[[], float] = time.monotonic,
-        states: StateCache | None = None,  # of a model with layers with state
+        states: StateCache | None = None,  # None: the model has no layers with state
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request needs a row per step"
         self.pool = pool

@@ -236,7 +236,7 @@ class ProcessClient:
         elif self._ready is not None and not self._ready.done():
             if isinstance(message, EngineReady):
                 self._ready.set_result(message)
-            else:  # of the engine, or of the vocabulary that it waits for
+            else:  # the engine's, or the vocabulary's that it waits for
                 self._ready.set_exception(message.error)
         elif isinstance(message, SendFailed):
             session.on_send_failed(message)

@@ -37,7 +37,7 @@ class ToolConstraint:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintTask:
-    """What decides the constraint of an answer: on its calls, its content and the length of its reasoning.
+    """Inputs of an answer's constraint: on its calls, its content and the length of its reasoning.
 
     Equal tasks have equal constraints; picklable, since a worker writes them.
     """
@@ -45,10 +45,10 @@ class ConstraintTask:
     bound: BoundFormat = dataclasses.field(compare=False)
     use: ToolUse = dataclasses.field(compare=False)
     reasoning: ReasoningOptions
-    starts_in_reasoning: bool  # of the rendered prompt
+    starts_in_reasoning: bool  # whether the rendered prompt opened a reasoning block
     # Of the content; with tools, the answer is a call or such a document.
     response_format: StructuredOutput | None
-    _key: Hashable = dataclasses.field(init=False, repr=False)  # of format and tools
+    _key: Hashable = dataclasses.field(init=False, repr=False)  # format and tools
 
     def __post_init__(self) -> None:
         tools = [

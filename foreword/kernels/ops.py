@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, KVLayer, StateLayer
 
-NO_ALPHAS = (0.0, 0.0)  # of an activation without parameters
+NO_ALPHAS = (0.0, 0.0)  # an activation without parameters
 XIELU_BETA = 0.5  # factor of x in "xielu"
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
@@ -79,13 +79,13 @@ class ExpertsConfig:
     # all experts plus their bias. "sparse_mixer": each choice has its share of the softmax over its logit and
     # those that are not chosen before it and near it: (own - other) / max(|other|, own) <= tolerance
     scoring: str = "softmax"
-    scale: float = 1.0  # of the weights
+    scale: float = 1.0  # factor of the routing weights
     # Experts are equal groups in order of ids, and a row chooses from the topk_groups best of them: by the
     # largest logit ("softmax"), or by the sum of the two largest scores ("sigmoid"); ties to the lowest group
     num_groups: int = 1
     topk_groups: int = 1
     gated: bool = True  # experts compute down(activation(gate) * up), or else down(activation(up))
-    tolerance: float = 0.0  # of "sparse_mixer"
+    tolerance: float = 0.0  # used by "sparse_mixer"
 
     def __post_init__(self) -> None:
         size = self.num_experts // self.num_groups
@@ -152,7 +152,7 @@ class DraftJob:
     min_logprob_sum: float  # stop once the sum of the draft's log-probabilities is below this
     sampling: DraftSamplingParams
     mrope_offset: int = 0  # position of text minus token index on all axes; see MRopePositions.offset
-    fixed_position: int | None = None  # of all rows, instead of the indices of their slots
+    fixed_position: int | None = None  # one position for all rows, instead of their slots' indices
     in_one_pass: bool = False  # the last max_tokens of token_ids are all sampled, and no pass follows
     mask_slot: int | None = None  # all rows but the first read the hidden state of this slot
 

@@ -33,7 +33,7 @@ HEADER: Final = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sQ{DIGEST_BYTES}
 CHECKSUM_PERSON: Final = b"kv image"
 TEMPORARY: Final = ".tmp"
 MAX_TEMPORARY_AGE_S: Final = 600.0  # a write takes seconds: an older temporary file is a dead engine's
-CLOCK_TICK_NS: Final = 2_000_000_000  # of the coarsest file systems
+CLOCK_TICK_NS: Final = 2_000_000_000  # resolution of the coarsest file systems
 SWEEP_TARGET: Final = 0.9  # share of the limit that a sweep leaves
 # ROOT / namespace / kind / shard / file
 SHARD_PATTERN: Final = re.compile(r"[0-9a-f]{2}")
@@ -44,7 +44,7 @@ PIN_PERSON: Final = b"kv pin"
 PIN_PATTERN: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 MAX_PIN_BYTES: Final = 64 << 20
 MAX_PIN_AGE_S: Final = 30 * 86_400.0  # since a pin was saved or restored
-MAX_PINNED_SHARE: Final = 0.5  # of the limit: what a sweep leaves for pins
+MAX_PINNED_SHARE: Final = 0.5  # share of the limit that a sweep leaves for pins
 DIGEST_PATTERN: Final = re.compile(r"[0-9a-f]{32}")
 FILE_PATTERN: Final = re.compile(r"[0-9a-f]{32}(-\d+\.tmp)?")
 

@@ -90,7 +90,7 @@ class DiskTier(Tier):
         self._root = root
         self._max_bytes = max_bytes
         self._next_refresh_s = clock() + REFRESH_S  # `blocks` and `anchors` have just read it
-        self._stored_bytes = 0  # of all engines at the last sweep
+        self._stored_bytes = 0  # total of all engines at the last sweep
         self._unswept_bytes = max_bytes  # written since; the first write is followed by a sweep
 
     # The thread

@@ -34,7 +34,7 @@ from foreword.kv_cache.prefix_cache import DIGEST_BYTES
 
 NAME_PATTERN: Final = re.compile(r"\w[\w.@+=~-]{0,127}", re.ASCII)
 MAX_PINS_PER_OWNER: Final = 64
-MAX_PINS: Final = 1024  # of a namespace
+MAX_PINS: Final = 1024  # limit of a namespace
 MAX_BLOCKS_PER_OWNER: Final = 1 << 17  # sum over all its pins; each save looks at all files that are pinned
 MAX_QUIET_S: Final = 2.0  # no further block on disk; an engine looks for deleted files each second
 MAX_WAIT_S: Final = 5.0  # limit for all blocks

@@ -87,7 +87,7 @@ class PrefixCache:
         return cached if self._states is None else cached[: self._states.usable_blocks(cached)]
 
     def shareable_hashes(self, state: RequestState) -> list[bytes]:
-        """Those of all full blocks but the last token's, whose row must be computed."""
+        """Hashes of all full blocks but the last token's, whose row must be computed."""
         return state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
 
     def num_cached(self, state: RequestState) -> int:

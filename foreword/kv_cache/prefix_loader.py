@@ -29,7 +29,7 @@ class PrefixLoader:
         self,
         tiers: Sequence[Tier],  # the nearest first
         prefix_cache: PrefixCache,
-        states: StateCache | None = None,  # of a model with layers with state
+        states: StateCache | None = None,  # None: the model has no layers with state
         row_seconds: float = 0.0,  # time of a prompt's row; 0: not measured yet
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,7 +40,7 @@ class PrefixLoader:
         self._states = states
         self._row_seconds = row_seconds
         self._clock = clock
-        self._jobs: dict[str, tuple[RequestState, list[ReadJob]]] = {}  # of requests that wait, by id
+        self._jobs: dict[str, tuple[RequestState, list[ReadJob]]] = {}  # waiting requests by id
         self._in_flight: dict[ImageKey, ReadJob] = {}
         self._decided: dict[str, RequestState] = {}  # waiting requests that need not wait for this
 

@@ -38,13 +38,13 @@ class KVStorage:
         num_blocks: int,
         block_size: int,
         layers: Sequence[CacheShape],
-        dtype: str,  # of K and V: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
+        dtype: str,  # type of K and V: "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
         device: str = "cpu",
         states: StateSizes = NO_STATES,
         state_dtype: torch.dtype = torch.float32,  # that of activations
         head: HeadShape | None = None,
-        num_draft_blocks: int = 0,  # of the head, after those of the target
-        memory: MemoryFile | None = None,  # of the host, shared with later engines; None: private
+        num_draft_blocks: int = 0,  # blocks of the trained head, after the target's
+        memory: MemoryFile | None = None,  # host memory shared with later engines; None: private
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
@@ -142,7 +142,7 @@ class CacheImages:
         sizes = [tensor.nbytes // tensor.shape[0] * rows for tensor in tensors]
         self._parts = [(t.view(torch.uint8).flatten(), size) for t, size in zip(tensors, sizes, strict=True)]
         self._stream = torch.cuda.Stream() if any(tensor.is_cuda for tensor in tensors) else None  # type: ignore[no-untyped-call]
-        self.nbytes = sum(sizes)  # of an image
+        self.nbytes = sum(sizes)  # size of an image
         self.layout = tuple((str(tensor.dtype), *tensor.shape[1:]) for tensor in tensors)
 
     @property

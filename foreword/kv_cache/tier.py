@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_WRITES: Final = 1 << 15  # blocks; more are not written
 MAX_STAGED_BYTES: Final = 64 << 20  # images that are read and not yet in a block
 WRITE_PAUSE_S: Final = 10.0  # after a write that failed
-IDLE_WAIT_S: Final = 60.0  # of a thread without work: what comes wakes it
+IDLE_WAIT_S: Final = 60.0  # an idle thread's wait; new work wakes it
 MIN_JUDGED_S: Final = 0.02  # reading time from which a job's speed is judged
 
 
@@ -119,7 +119,7 @@ class Tier:
     def __init__(
         self,
         blocks: PooledImages,
-        anchors: PooledImages | None = None,  # of a model with layers with state
+        anchors: PooledImages | None = None,  # None: the model has no layers with state
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
@@ -130,7 +130,7 @@ class Tier:
         self.is_alive = True  # False once it has ended after an error, or was closed
         self.progress = threading.Event()  # a job has a further image, or is done
         self.counts = KVTierStats()  # each one is changed by one thread alone
-        self.copy_seconds = 0.0  # of read images into blocks
+        self.copy_seconds = 0.0  # copying read images into blocks
         self._clock = clock
         self._problems: set[str] = set()  # that were logged
         self._writes: deque[QueuedWrite] = deque()

@@ -39,7 +39,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     mscales: tuple[float, float] | None = None  # attention factors with short_factor and long_factor
     mrope_sections: MRopeSections | None = None  # axis of each angle, in models with M-RoPE
-    turned_share: float = 1.0  # of proportional: share of the angles that turn, the fastest ones
+    turned_share: float = 1.0  # type "proportional": share of the angles that turn, the fastest ones
     # Queries at position p are scaled by 1 + query_beta * log(1 + floor(p / original_max_position)).
     query_beta: float = 0.0
 

@@ -39,7 +39,7 @@ class Apertus(Decoder):
             theta=THETA,
             activation=config.get_choice("hidden_act", ("xielu",), "xielu"),
         )
-        constants = config.get_section("xielu")  # of GGUF files, by layer; else they are tensors
+        constants = config.get_section("xielu")  # GGUF: constants by layer; otherwise they are tensors
         return base if constants is None else replace(base, act_alphas=_read_all_alphas(constants, base))
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:

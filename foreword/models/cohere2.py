@@ -28,7 +28,7 @@ from foreword.models.layer_builder import DecoderLayer, LayerBuilder
 from foreword.weights.config_reader import ConfigReader
 
 LOGIT_SCALE = 0.0625
-HEAD_DIM = 128  # of cohere2_moe
+HEAD_DIM = 128  # cohere2_moe's default
 WINDOW = 4096
 WINDOW_PERIOD = 4  # every n-th layer has full attention
 

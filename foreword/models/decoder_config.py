@@ -93,7 +93,7 @@ class DecoderConfig:
     )
     input_scale: float = 1.0  # scale of token embeddings and image features
     logit_scale: float = 1.0
-    act_alphas: tuple[tuple[float, float], ...] = ()  # of each layer, see Ops.act; (): none, or tensors
+    act_alphas: tuple[tuple[float, float], ...] = ()  # one pair a layer, see Ops.act; (): none, or tensors
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
@@ -105,14 +105,14 @@ class DecoderConfig:
     num_mtp_layers: int = 0  # layers of an MTP head, after the others in the files: they are not loaded
     conv_bias: bool = False  # short convolutions and their projections have biases
     mamba: Mamba2Config | None = None
-    row_scales: Mapping[str, RowScale] = field(default_factory=dict)  # of a layer's tensors: ScaledWeights
+    row_scales: Mapping[str, RowScale] = field(default_factory=dict)  # by tensor: ScaledWeights
     takes_lora: bool = True  # False where the files have scaled weights, without the scales
     moe: MoEConfig | None = None
-    latent: LatentShape | None = None  # of latent attention, in all layers
+    latent: LatentShape | None = None  # latent attention in all layers
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Of layers with attention."""
+        """KV shapes of layers with attention."""
         return tuple(shape for shape in map(kv_shape_of, self.cache_shapes) if shape is not None)
 
     @property
@@ -131,7 +131,7 @@ class DecoderConfig:
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """Of layers with state."""
+        """State shapes of layers with state."""
         return tuple(shape for shape in map(state_shape_of, self.cache_shapes) if shape is not None)
 
     def with_states(self, shapes: Sequence[StateShape | None]) -> DecoderConfig:

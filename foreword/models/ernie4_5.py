@@ -60,7 +60,7 @@ class Ernie45Moe(Ernie45):
         for key, value in (("moe_gate", "topk"), ("moe_use_aux_free", True), ("use_rmsnorm", True)):
             config.require_value(key, value)
         config.require_value("moe_norm_min", 1e-12)
-        for key in ("moe_capacity", "num_nextn_predict_layers"):  # of training, and of what is not loaded
+        for key in ("moe_capacity", "num_nextn_predict_layers"):  # for training and unloaded layers
             config.get(key, None)
         num_layers, first = read_num_layers(config), config.get_int("moe_layer_start_index", 1, low=0)
         last, interval = (

@@ -36,7 +36,7 @@ class SolarOpen(Llama):
         """config.json of model_type `solar_open`"""
         for key, value in (("first_k_dense_replace", 0), ("use_qk_norm", False)):
             config.require_value(key, value)
-        config.get("intermediate_size", None)  # of no layer
+        config.get("intermediate_size", None)  # no layer uses it
         base = read_decoder_config(
             config,
             "solar_open",

@@ -44,7 +44,7 @@ class KVCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MarkovStep:
-    """What a Markov head says of one token of each draft."""
+    """A Markov head's output for one token of each draft."""
 
     bias: Tensor  # float32 [R, V of the target], added to its logits
     state: Tensor  # input of the next step
@@ -71,7 +71,7 @@ class ParallelDraft:
     """How a head drafts several tokens in one pass: over the last token, and masks behind it."""
 
     mask_token_id: int
-    max_tokens: int  # of a draft
+    max_tokens: int  # limit of a draft
     samples_last_token: bool  # its row drafts the first token; else that of the first mask does
     reads_mask_state: bool  # masks read the hidden state of HeadCache.mask_slot
     markov: MarkovHead | None = field(default=None, compare=False, repr=False)

@@ -94,7 +94,7 @@ class LayerBuilder:
 
     @property
     def act_alphas(self) -> tuple[float, float] | None:
-        """Of the activation, where the config has them."""
+        """Parameters of the activation, where the config has them."""
         return self._config.act_alphas[self._index] if self._config.act_alphas else None
 
     @property

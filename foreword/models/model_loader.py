@@ -275,7 +275,7 @@ class _Folder(_Checkpoint):
         return ignored | {name for name in names if name.startswith((*prefixes, *self._unused_parts()))}
 
     def _unused_parts(self) -> dict[str, str]:
-        """What the files may hold beside the text, in words, by the prefixes of its tensors."""
+        """Parts that the files may hold beside the text, in words, by the prefixes of its tensors."""
         parts = dict(UNUSED_PARTS) if self.name in MULTIPART_FAMILIES else {}
         num_layers = len(self.config.layer_types)
         for layer in range(num_layers, num_layers + self.config.num_mtp_layers):
@@ -283,7 +283,7 @@ class _Folder(_Checkpoint):
         return parts
 
     def _describe_unused(self) -> tuple[str, ...]:
-        """What the files hold beside the text, in words; () if there are no files."""
+        """Parts of the files beside the text, in words; () if there are no files."""
         prefixes = self._unused_parts()
         if not prefixes:
             return ()

@@ -118,7 +118,7 @@ class NemotronH(Decoder):
 
 
 def _read_kinds(config: ConfigReader) -> list[str]:
-    """What each layer is, from the first of three options that is there."""
+    """Kind of each layer, from the first of three options that is there."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     key = next((key for key in keys if key in config), keys[-1])
     names, kinds = config.get(key), []

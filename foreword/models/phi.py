@@ -34,6 +34,6 @@ class Phi(Decoder):
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        fused = "qkv_proj" if builder.has("self_attn.qkv_proj.weight") else None  # of older GGUF files
+        fused = "qkv_proj" if builder.has("self_attn.qkv_proj.weight") else None  # older GGUF files have it
         attention = builder.attention("self_attn", fused, out="dense")
         return ParallelLayer(builder, attention, builder.ungated_mlp("mlp", "fc1", "fc2"))

@@ -15,7 +15,7 @@ from foreword.models.llama import Llama
 from foreword.models.mixtral import NAMES
 from foreword.weights.config_reader import ConfigReader
 
-JITTER = 0.01  # of training: logits that it could exchange are near each other
+JITTER = 0.01  # training's noise: logits within it count as near each other
 
 
 class PhiMoe(Llama):

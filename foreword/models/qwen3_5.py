@@ -33,7 +33,7 @@ class Qwen35Moe(Qwen35):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3_5_moe_text`"""
-        config.get("intermediate_size", None)  # of no layer
+        config.get("intermediate_size", None)  # no layer uses it
         size = config.get_int("moe_intermediate_size", high=MAX_HIDDEN_SIZE)
         base = read_hybrid_config(config, "qwen3_5_moe", size)
         return replace(base, moe=read_hybrid_moe(config, [True] * read_num_layers(config), renormalize=True))

@@ -15,7 +15,7 @@ class SeedOss(Llama):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `seed_oss`"""
-        config.get("residual_dropout", None)  # of training
+        config.get("residual_dropout", None)  # for training only
         return read_decoder_config(
             config,
             "seed_oss",

@@ -19,7 +19,7 @@ class Starcoder2(Decoder):
         """config.json of model_type `starcoder2`"""
         bias = config.get_bool("use_bias", True)
         for key in ("residual_dropout", "embedding_dropout"):
-            config.get(key, None)  # of training
+            config.get(key, None)  # for training only
         for key, value in (("mlp_type", "default"), ("norm_type", "layer_norm")):
             config.require_value(key, value)
         base = read_decoder_config(

@@ -71,12 +71,12 @@ class ModelInfo:
     experts_per_token: int = 0
     expert_parameters: int = 0  # all experts but shared ones
     lora_values_per_rank: int = 0  # values of a LoRA adapter for all projections
-    state_shapes: tuple[StateShape, ...] = ()  # of layers with state
-    unused_parts: tuple[str, ...] = ()  # of the checkpoint, in words
+    state_shapes: tuple[StateShape, ...] = ()  # one for each layer with state
+    unused_parts: tuple[str, ...] = ()  # parts of the checkpoint, in words
     hidden_size: int = 0
     is_head: bool = False  # a trained head, which reads hidden states of another model
     hidden_values_per_token: int = 0  # hidden states in the memory of a trained head
-    draft_tokens_per_pass: int = 1  # of a trained head
+    draft_tokens_per_pass: int = 1  # tokens that a trained head drafts at once
     draft_extra_rows: int = 0  # rows of such a pass beyond one for each token
     markov_parameters: int = 0  # part of embedding_parameters: the tables of a DSpark head
 
@@ -194,9 +194,9 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str, dtype: str) -> int:
 class TierBlock:
     """Images of --kv-cache-dir and --kv-cache-host-memory."""
 
-    num_bytes: int  # of a block
+    num_bytes: int  # size of a block
     bytes_per_token: float  # with the states that a long prompt leaves
-    state_bytes: int  # of one state; 0: no layer has any
+    state_bytes: int  # size of one state; 0: no layer has any
 
 
 def tier_block(
@@ -294,7 +294,7 @@ class MemorySizes:
 
     weights: int  # with room for adapters, and for draft tokens of a trained head
     block: int  # one block of the KV cache, with its share of the kept anchors
-    states: int = 0  # of the requests that may run
+    states: int = 0  # states of the requests that may run
     host: int = 0  # --kv-cache-host-memory, where the device's memory is the host's
 
     @property
@@ -312,19 +312,19 @@ class StatePlan:
     """Memory of layers with state (core/states.py)."""
 
     num_seqs: int
-    max_rows: int  # of a step that may be rejected
+    max_rows: int  # rejectable rows of a step
     slot_bytes: int  # ring of a running request
     anchor_bytes: int
     interval: int  # tokens between the anchors that are kept in a long prompt
 
     @property
     def request_bytes(self) -> int:
-        """Of a running request, which holds up to two anchors."""
+        """Bytes of a running request's states, which hold up to two anchors."""
         return self.slot_bytes + 2 * self.anchor_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Of all running requests, and of dummy rows."""
+        """Bytes of the states of all running requests and of dummy rows."""
         return self.num_seqs * self.request_bytes + self.slot_bytes + self.anchor_bytes
 
     def block_share(self, block_size: int) -> int:

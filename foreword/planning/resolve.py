@@ -83,7 +83,7 @@ class ResolvedConfig:
     overlap: bool = True
     max_loras: int = 0  # 0: LoRA is off
     max_lora_rank: int = 0
-    states: StatePlan | None = None  # of layers with state
+    states: StatePlan | None = None  # None: no layers with state
     memory: DeviceMemory | None = None  # set for a GPU whose KV cache gets the remaining memory
     notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
 

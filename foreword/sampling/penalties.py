@@ -256,7 +256,7 @@ class SuffixRepeats:
             return replace(NO_MATCHES, reach=end - first)
         places = self._places_of(int(self._keys[end - 1]), self._window_start(end), end - 1)
         lengths = np.full(len(places), end - first, np.int32)
-        rows, last = np.arange(len(places)), places  # of the matches that go on
+        rows, last = np.arange(len(places)), places  # matches that continue
         for length in range(self._ngram_size, end - first):
             before = last - length
             goes_on = (before >= 0) & (self._ids[before] == self._ids[end - 1 - length])

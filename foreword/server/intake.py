@@ -25,7 +25,7 @@ from foreword.workers.pool import JobFailed, JobLimits, WorkerPool, load_reply
 
 T = TypeVar("T")
 
-_body_classes: dict[type[StrictModel], None] = {}  # of all routes; workers know them from their start
+_body_classes: dict[type[StrictModel], None] = {}  # bodies of all routes; workers know them from their start
 WORKER = "foreword.server.intake_worker"
 INLINE_BYTES = 64 * 1024  # largest body that is read on the event loop
 INLINE_OBJECTS = 2048  # most objects in it: each takes 8 to 14 us

@@ -16,7 +16,7 @@ from foreword.errors import ContextLengthExceeded, InvalidRequest, shown
 from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS, Tokenizer
 
 NO_SAMPLING_PARAMS = SamplingParams()
-MAX_DRY_SEQUENCES = 1 << 16  # of one request; each word of small letters has thousands
+MAX_DRY_SEQUENCES = 1 << 16  # limit of a request; each word of small letters has thousands
 
 
 @dataclass(frozen=True, slots=True)

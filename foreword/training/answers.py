@@ -107,9 +107,9 @@ class AnswerOptions:
 
     model: str  # as the user names it
     data_digest: str
-    max_tokens: int  # of an answer
+    max_tokens: int  # limit of an answer
     temperature: float
-    seed: int  # of the first line; the next line has the next seed
+    seed: int  # seed of the first line; the next line has the next seed
 
     @classmethod
     def create(cls, model: str, data: Path, max_tokens: int, temperature: float, seed: int) -> AnswerOptions:
@@ -221,7 +221,7 @@ def answer_prompts(
         seeds = range(options.seed + start, options.seed + start + len(batch))
         try:
             file.append(_answer(llm, batch, options, seeds))
-        except InvalidRequest:  # of one prompt: find it
+        except InvalidRequest:  # one prompt is invalid: find it
             for prompt, seed in zip(batch, seeds, strict=True):
                 try:
                     file.append(_answer(llm, [prompt], options, [seed]))

@@ -32,7 +32,7 @@ class TrainingOptions:
     """Options that determine the head."""
 
     epochs: int
-    batch_tokens: int  # of a step, with padding
+    batch_tokens: int  # tokens of a step, with padding
     max_len: int  # tokens of an answer with its prompt; the rest is cut
     ttt_steps: int  # passes of training-time test
     loss_decay: float  # weight of a pass, relative to the one before
@@ -311,7 +311,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _optimizer_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], prefix: str
 ) -> dict[str, Any]:
-    """What load_state_dict() takes; the groups are those of a new optimizer."""
+    """The argument of load_state_dict(); the groups are those of a new optimizer."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in _below(tensors, prefix).items():
         index, _, key = name.partition(".")

@@ -12,7 +12,7 @@ from torch import Tensor
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.layers.weights import Weights
 
-RowScale = float | tuple[tuple[int, float], ...]  # of all rows, or numbers of rows and the scale of each
+RowScale = float | tuple[tuple[int, float], ...]  # one scale, or numbers of rows and the scale of each
 
 
 class PrefixedWeights:

@@ -18,7 +18,7 @@ STATM: Final = "/proc/self/statm"
 # while it runs, and Python's collections took half of the CPU time of a long conversation.
 GC_THRESHOLD: Final = 100_000
 
-_cpu_s = _cpu_s_per_mb = 0.0  # of the setup
+_cpu_s = _cpu_s_per_mb = 0.0  # limits given by the setup
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,10 +57,10 @@ class Replay:
 
     steps: int = 0
     cost: float = 0.0
-    plain_cost: float = 0.0  # of the same answers without drafts
+    plain_cost: float = 0.0  # cost of the same answers without drafts
     total: Counter[str] = field(default_factory=Counter)
     by_drafter: defaultdict[str, Counter[str]] = field(default_factory=_tallies)
-    by_place: defaultdict[str, Counter[str]] = field(default_factory=_tallies)  # of the draft's first token
+    by_place: defaultdict[str, Counter[str]] = field(default_factory=_tallies)  # by place of the first token
 
     def merge(self, other: Replay) -> None:
         self.steps += other.steps
@@ -91,7 +91,7 @@ class _Live:
     """A session, and its request."""
 
     session: AgentSession
-    places: Sequence[Sequence[str]]  # of each token, by turn
+    places: Sequence[Sequence[str]]  # each token's place, by turn
     turn: int
     state: RequestState
 

@@ -15,7 +15,7 @@ import foreword
 LANGUAGES: Mapping[str, tuple[str, ...]] = {"python": (".py",), "c++": (".cpp", ".h"), "javascript": (".js",)}
 MIN_FILE_LINES, MAX_FILE_LINES = 60, 700
 MIN_NAME_LENGTH, MIN_SENTENCE_LENGTH = 8, 40
-MIN_NAMES = 4  # of a file that a session works on
+MIN_NAMES = 4  # names that a session's file has at least
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 

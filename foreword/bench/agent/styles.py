@@ -38,7 +38,7 @@ class Action:
     said: str = ""
 
     def places(self) -> dict[str, str]:
-        """What each argument holds."""
+        """Content of each argument."""
         return {
             key: next((place for part, place in PLACES.items() if part in text), "other")
             for key, text in self.arguments.items()
@@ -63,7 +63,7 @@ class AgentStyle:
     test: Action
     line: str = "{line}"  # a line of a file in a result
     hit: str = "{path}:{n}:{line}"  # a line of a search
-    heading: str = ""  # of the hits of one file
+    heading: str = ""  # line above the hits of one file
     edit_result: str = "done"  # or "numbered", or "diff"
     has_colours: bool = False
     is_whole: bool = False  # files are read from the start, and an edit writes what was read

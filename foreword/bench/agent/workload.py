@@ -27,12 +27,12 @@ TOOL_TOKENS = 450  # length of the tools' description
 ANSWER_TOKENS, TURN_TOKENS = 160, 30  # mean answer; template around a step
 MIN_RESULT_TOKENS = 60
 LINE_TOKENS = 14  # mean line of code
-MAX_NEW_LINES = 24  # of a new file
+MAX_NEW_LINES = 24  # lines of a new file
 SHOWN_LINES = 4  # lines of an edited file around the edit
 NUM_TEST_FILES = 3
 EDIT_KINDS = {"insert": 4, "modify": 4, "rename": 2, "delete": 1, "wrap": 1}  # weights
 MAX_INSERTED, MAX_CORE, MAX_NEIGHBOURS = 10, 8, 5  # lines: new ones, those that change, unchanged on a side
-RENAME_SHARE = 0.5  # of the edits at a line with the session's identifier
+RENAME_SHARE = 0.5  # share of the edits at a line with the session's identifier
 WRAPS = {
     "python": ("if {name} is not None:", None),
     "c++": ("if ({name}) {{", "}}"),
@@ -300,7 +300,7 @@ class _WorkingCopy:
                 yield style.hit.format(path=shown, n=n, line=line)
 
     def _edited(self, path: str, edit: Edit, lines: Sequence[str]) -> list[str]:
-        """What the tool answers to an edit."""
+        """The tool's answer to an edit."""
         if self.style.edit_result == "diff":
             text = edit.unified(path).splitlines()
             colours = {"+": "\x1b[32m", "-": "\x1b[31m"} if self.style.has_colours else {}

@@ -35,7 +35,7 @@ ACTIVATIONS = MappingProxyType(  # enum Activation
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3, "relu2": 4, "xielu": 5}
 )
 SCORINGS = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparse_mixer": 2})  # enum Scoring
-NUM_AXES = 3  # of M-RoPE positions
+NUM_AXES = 3  # axes of M-RoPE positions
 
 
 class CpuOps(NativeStates, Ops):

@@ -28,7 +28,7 @@ class _Span(NamedTuple):
     rows: range  # in the batch
     first: int  # position of the first row
     slot: int
-    anchor: int  # of the segment; NO_ANCHOR: in memory of this step, or zeros
+    anchor: int  # anchor of the segment; NO_ANCHOR: in memory of this step, or zeros
     next_anchor: int  # where the state after the last row goes, if the segment is full
     is_full: bool
     starts_request: bool  # the first span of its request in this step

@@ -17,7 +17,7 @@ from foreword.kernels.triton.variants import is_enabled, launches_dependents
 
 SPLIT = 256  # positions: the least that a program reads of a long context
 BLOCK_KV = 64  # positions of a KV tile: the M side of one warp group; half of them for wide heads
-MAX_DIM = 256  # of a head that is not wide
+MAX_DIM = 256  # largest head that is not wide
 MIN_COLUMNS = 16  # rows x heads of a tile
 MAX_COLUMNS = 32  # limit by accumulator registers
 MAX_COLUMNS_FLOAT32 = 16  # without tensor cores

@@ -1,4 +1,4 @@
-"""What EAGLE-3 and DFlash heads share: they read the target's hidden states of several layers."""
+"""Base of EAGLE-3 and DFlash heads, which read the target's hidden states of several layers."""
 
 from __future__ import annotations
 

@@ -68,9 +68,8 @@ class MarkovConfig:
     rank: int = 0  # 0: no Markov head
     kind: str = "vanilla"
     uses_confidence: bool = False  # the checkpoint may have no confidence head all the same
-    confidence_reads_token: bool = (
-        True  # the confidence head reads the token before, not only the hidden state
-    )
+    # The confidence head reads the token before, not only the hidden state
+    confidence_reads_token: bool = True
 
 
 NO_MARKOV_HEAD = MarkovConfig()

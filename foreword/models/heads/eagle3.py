@@ -29,13 +29,13 @@ from foreword.weights.config_reader import ConfigReader
 
 NUM_AUX_LAYERS = 3
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE: in speculators, and in others
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # P-EAGLE's: in speculators, in others
 MASK_TOKENS = 8  # drafted in one pass if the config does not say how many: as published heads are trained
 # Of the first layer: in the original's files, in those of speculators, and in GGUF files by our names
 LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 # Model types of the layer, all built as Llama's
 LAYER_TYPES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-WINDOW_KEYS = ("max_window_layers", "use_sliding_window", "sliding_window")  # of Qwen
+WINDOW_KEYS = ("max_window_layers", "use_sliding_window", "sliding_window")  # Qwen's
 # What training and the training framework write, without effect here
 UNUSED_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
 TARGET_KEYS = ("decoder_sparse_step", "target_model_type")  # the target's own, copied by SpecForge
@@ -287,7 +287,7 @@ class Eagle3(AuxHead):
         """`mask_hidden`, in place of the auxiliary hidden states: [1, H] for each layer."""
         joined = len(self.aux_layers) * self._config.target_hidden_size
         try:
-            state = weights.tensor("mask_hidden", 1, 1, joined)  # of speculators
+            state = weights.tensor("mask_hidden", 1, 1, joined)  # speculators' name
         except CheckpointError:
             state = weights.tensor("mask_hidden", 1, joined)
         return list(

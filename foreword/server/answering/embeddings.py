@@ -36,7 +36,7 @@ from foreword.utils.threads import run_in_own_thread
 
 T = TypeVar("T")
 PREFETCH_STEPS = 2  # engine steps' worth of tokens submitted at once
-MAX_REPEATED_CHARS = 16_000_000  # of a query, over its documents: about 10 s of a thread
+MAX_REPEATED_CHARS = 16_000_000  # characters of the query times documents: about 10 s of a thread
 
 
 async def _embed_ahead(

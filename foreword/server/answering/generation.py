@@ -203,7 +203,7 @@ class Generation:
         self._index_of = {request.id: index for index, request in enumerate(waiting)}
         self.error: ForewordError | None = None  # has ended the whole answer
         self._can_end = True  # the answer is not yet complete for its caller
-        self._drop_logprobs: Callable[[], object] = lambda: None  # of its writer
+        self._drop_logprobs: Callable[[], object] = lambda: None  # set by the writer
         self._meter = context.meter
         self._slot = context.slot
         self._usage = server.usage.counter(context.fairness_key, context.model)

@@ -34,10 +34,10 @@ from foreword.server.http.responses import REQUEST_ID_PATTERN
 REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
 MAX_SALT_CHARS = 1024
 MAX_OBJECTS = 1 << 15  # most objects of a list: each takes some 20 us to validate
-LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of Markdown
+LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # a link in Markdown
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
-PART_FIELDS: Final = ("content", "tool_calls", "output")  # of messages and items: lists of parts
+PART_FIELDS: Final = ("content", "tool_calls", "output")  # fields that hold lists of parts
 MAX_ARGUMENTS_CHARS: Final = 1 << 20  # limit of one call in the history
 TOOL_FORMS: Final = {  # form of a tool, by API
     "chat": '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',

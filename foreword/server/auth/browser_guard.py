@@ -11,7 +11,7 @@ from foreword.config.options import Config
 from foreword.errors import Forbidden, shown
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # change nothing, and another site cannot read their answer
-OWN_SITES = ("same-origin", "none")  # of Sec-Fetch-Site; none: the user entered the address
+OWN_SITES = ("same-origin", "none")  # values of Sec-Fetch-Site; none: the user entered the address
 # Names that cannot be registered, so that no web page has them: of containers, services and local machines.
 LOCAL_DOMAINS = (".localhost", ".local", ".internal")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}

@@ -115,7 +115,7 @@ class Keyring:
         on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
         now: Callable[[], float] = time.time,  # Unix time, for expiry
         engine_key: str | None = None,
-        salt: bytes | None = None,  # of the command line's keys; None: a random one
+        salt: bytes | None = None,  # salt for the command line's keys; None: random
     ) -> None:
         """Raises ConfigError for an invalid file, and for limits a day without a usage database."""
         self._engine_key = None if engine_key is None else engine_key.strip().encode()
@@ -146,7 +146,7 @@ class Keyring:
 
     @property
     def meters(self) -> Sequence[UsageMeter]:
-        """Those of all keys."""
+        """The meters of all keys."""
         return list(self._meters.values())
 
     def identify(self, secret: bytes | None) -> KeyPermissions:

@@ -75,7 +75,7 @@ class TimeoutH11Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of asyncio's recv()
+        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # bytes of one recv()
         if len(self.connections) > self._max_connections:
             return self._close_with_error(
                 Overloaded(f"{self._max_connections} connections are open, which is the limit")

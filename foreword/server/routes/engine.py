@@ -189,7 +189,7 @@ class _Session:
         self._has_news.set()  # the writer runs after the events of this step
 
     def on_blocks(self, update: BlockUpdate) -> None:
-        if update.is_snapshot:  # of all that is cached: those before it say nothing more
+        if update.is_snapshot:  # the whole cache: earlier updates are void
             self._blocks.clear()
         self._blocks.append(update)
         self._has_news.set()

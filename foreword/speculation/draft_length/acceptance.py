@@ -93,7 +93,7 @@ class AcceptanceModel:
         self._hit_rates: list[list[float] | None] = [None] * len(PRIORS)
         self._has_new_trials = False  # the rates are recomputed when they are next asked for, once a step
         self._mean_hit_rate = self._mean_confidence = 0.5
-        self._ended_ratio = 1.0  # of requests that ended: the mean of all drafts is that of the longest ones
+        self._ended_ratio = 1.0  # of requests that ended: the mean of all drafts is that of the longest
 
     def start_request(self) -> RequestAcceptance:
         """The acceptance of a new request, believed to be like that of requests that ended."""

@@ -15,7 +15,7 @@ MAX_SAVED_STEPS = 6.0  # capacity of the budget
 FIRST_SAVED_STEPS = 8.0  # plain steps in the first budget, to check the calibration
 FIRST_EXPLORE_STEP = 256  # until then the budget serves to check the calibration, not draft models
 FIRST_STEPS_BETWEEN_PROBES, STEPS_BETWEEN_PROBES = 8, 32  # doubles
-MAX_COLD_SHARE = 0.3  # of a plain step that cold caches may take
+MAX_COLD_SHARE = 0.3  # share of a plain step that cold caches may take
 MIN_PROBE_GAIN = 1.1  # expected tokens of a probe, relative to none
 
 

@@ -22,7 +22,7 @@ from foreword.speculation.drafters.draft_model import DUMMY_STRIDE, TIMED_DRAFT_
 from foreword.speculation.drafters.eager_draft_loop import ChunkImages, EagerDraftLoop, check_finite
 from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter, OnePass
 
-MAX_PASS_ROWS = 256  # of drafts in one pass: each has logits of the whole vocabulary
+MAX_PASS_ROWS = 256  # draft rows in one pass: each has logits of the whole vocabulary
 
 
 class HeadDrafter(ModelBasedDrafter):

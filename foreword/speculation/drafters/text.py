@@ -20,12 +20,12 @@ from foreword.core.request import RequestState
 from foreword.core.structured_output import Vocabulary
 from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 
-MAX_BYTES = 256  # of a continuation; what follows is looked for again before they are used up
+MAX_BYTES = 256  # bytes of a continuation; the next ones are looked up before they are used up
 BYTES_PER_TOKEN = 6
-TAIL_TOKENS = 4  # of the output that are encoded again with the continuation, since tokens span words
-MAX_READ_TOKENS = 16_384  # of prompts in one call, of all requests: some 12 ms of prose
+TAIL_TOKENS = 4  # output tokens encoded again with the continuation, since tokens span words
+MAX_READ_TOKENS = 16_384  # prompt tokens of all requests in one call: some 12 ms of prose
 MIN_LEFT = 8  # tokens of a continuation: fewer are looked for again
-MIN_CONFIDENCE = 0.05  # of all tokens of a draft together
+MIN_CONFIDENCE = 0.05  # probability of a draft's tokens together
 
 
 class TextIndex:
@@ -95,7 +95,7 @@ class _TextState:
 
     text_id: int
     num_read: int = 0  # its tokens in the index
-    begin: int = 0  # of the continuation in the request's tokens
+    begin: int = 0  # begin of the continuation in the request's tokens
     token_ids: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
 

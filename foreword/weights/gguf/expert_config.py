@@ -141,7 +141,7 @@ def _latent_options(metadata: MetadataReader) -> dict[str, Any]:
 
 
 def _ernie_options(metadata: MetadataReader, count: int, used: int) -> dict[str, Any]:
-    """Of ernie4_5-moe, whose options have names of their own; the size of shared experts is the tensors'."""
+    """Options of ernie4_5-moe, which have names of their own; the size of shared experts is the tensors'."""
     size, first = metadata.get_int("expert_feed_forward_length"), read_num_dense_layers(metadata)
     shared = _read_num_shared(metadata, size)
     metadata.ignore("expert_shared_feed_forward_length")  # the converter derives it from other sizes

@@ -15,7 +15,7 @@ from foreword.weights.gguf.metadata import (
 
 ARCHITECTURE = "gemma4"
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
-MIN_STILL_DIVISOR = 1e20  # of an angle that does not turn
+MIN_STILL_DIVISOR = 1e20  # divisor of an angle that does not turn
 KV_HEADS, SHARED_LAYERS = "attention.head_count_kv", "attention.shared_kv_layers"
 MLP_SIZE, EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
 PER_LAYER_SIZE, PER_LAYER_EMBEDDING_TENSOR = "embedding_length_per_layer_input", "per_layer_token_embd.weight"
@@ -25,7 +25,7 @@ Options = dict[str, Any]
 def gemma4_options(
     metadata: MetadataReader, layer_types: Sequence[str], read_tensor: TensorReader
 ) -> Options:
-    """What Gemma 4 has beside the options of all families. Raises CheckpointError, which names the key."""
+    """Gemma 4's own options. Raises CheckpointError, which names the key."""
     local, full = metadata.get_int("attention.key_length_swa"), metadata.get_int("attention.key_length")
     for key, size in (("attention.value_length_swa", local), ("attention.value_length", full)):
         metadata.require_value(key, size)

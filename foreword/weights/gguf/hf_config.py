@@ -265,7 +265,7 @@ def _check_heads(metadata: MetadataReader) -> None:
     kv_heads = read_kv_heads(metadata)
     key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
     is_fused = metadata.architecture in FUSED_QKV
-    if is_fused or (metadata.architecture == "phi2" and QKV_TENSOR in metadata.tensors):  # of older files
+    if is_fused or (metadata.architecture == "phi2" and QKV_TENSOR in metadata.tensors):  # older files
         metadata.check_dimension(key, QKV_TENSOR, 0, (heads + 2 * kv_heads) * size)
         return
     block = f"blk.{read_attention_layers(metadata).index(True)}"

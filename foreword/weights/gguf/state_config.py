@@ -227,7 +227,7 @@ def nemotron_h_expert_options(metadata: MetadataReader) -> dict[str, Any]:
 
 
 def falcon_h1_options(metadata: MetadataReader) -> dict[str, Any]:
-    """Of layers with attention and a state; multipliers are those of the weights in the file."""
+    """Options of layers with attention and a state; multipliers are those of the weights in the file."""
     return {
         **_mamba2_options(metadata, "blk.0"),
         "mamba_d_ssm": metadata.get_int("ssm.inner_size"),

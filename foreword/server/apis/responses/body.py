@@ -144,7 +144,7 @@ class ItemsBody(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def num_parts(self) -> tuple[int, str]:
-        """Of an input that is not cut to the context."""
+        """Parts of an input that is not cut to the context, and its field."""
         items = self.input if isinstance(self.input, list) and self.truncation != "auto" else ()
         return count_parts(items), "input"
 
