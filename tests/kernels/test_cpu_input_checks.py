@@ -16,7 +16,7 @@ from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
 from foreword.core.states import NO_ANCHOR, StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import FORMAT_IDS, ISAS, load_library, supported_isas
+from foreword.kernels.cpu.library import FORMAT_IDS, ISAS, supported_isas
 from foreword.kernels.cpu.program import Program
 from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.ops import Float8Blocks, GroupedInts, LoraTable, MRopeSections, QuantizedBlocks
@@ -253,12 +253,6 @@ def test_draft_outside_of_its_memory_is_refused(
     with pytest.raises((ValueError, AssertionError)):  # Python's own check of the size
         program.draft([job], BLOCK_SIZE, never)
     assert all(bool((memory == SENTINEL).all()) for memory in around)
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    built, reason = load_library()
-    return built or pytest.skip(reason)
 
 
 def test_machine_of_no_threads_or_another_processor_is_refused(library: ctypes.CDLL) -> None:

@@ -12,8 +12,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
-from tests.support.cpu_kernels import isas_under_test
-from tests.support.kernel_rows import same_bits
+from tests.support.cpu_kernels import isas_under_test, same_bits
 from tests.support.quantized_weights import (
     SUPER_FORMATS,
     WEIGHT_FORMATS,
