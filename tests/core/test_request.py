@@ -2,16 +2,7 @@
 
 import pytest
 
-from foreword.core.params import SamplingParams
-from foreword.core.request import Request, RequestState
-
-
-def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params: object) -> RequestState:
-    return RequestState(
-        Request("a", (1, 2, 3), SamplingParams(**params), 0, (9,), resume_output_ids=delivered),
-        0,
-        max_model_len,
-    )  # type: ignore[arg-type]
+from tests.core.test_finish import state_of
 
 
 def test_resumed_tokens_are_output() -> None:

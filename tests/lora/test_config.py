@@ -99,9 +99,8 @@ def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> 
     assert list(found) == [paths[layer] for layer in sorted(targets)]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_refusals(tmp_path: Path) -> None:
+    for options, text in [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; only LORA is"),
         ({"peft_type": None}, "peft_type None"),
         ({"use_dora": True}, "DoRA is not supported"),
@@ -139,17 +138,15 @@ def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> 
         ({"target_modules": "("}, "no regular expression"),
         ({"target_modules": [1]}, "target_modules must be names"),
         ({"target_modules": None}, "target_modules is missing"),
-    ],
-)
-def test_refusals(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(CheckpointError) as error:
-        read(tmp_path, **options)
-    assert text in error.value.message and str(tmp_path) in error.value.message
+    ]:
+        with pytest.raises(CheckpointError) as error:
+            read(tmp_path, **options)
+        assert text in error.value.message and str(tmp_path) in error.value.message
 
 
-@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
-def test_inits_that_leave_the_base_alone(tmp_path: Path, init: object) -> None:
-    read(tmp_path, init_lora_weights=init)
+def test_inits_that_leave_the_base_alone(tmp_path: Path) -> None:
+    for init in [True, False, None, "gaussian", "eva", "orthogonal", "mica"]:
+        read(tmp_path, init_lora_weights=init)
 
 
 def test_modules_of_the_command_line() -> None:
@@ -163,9 +160,8 @@ def test_modules_of_the_command_line() -> None:
     assert parse_lora_modules(None) == parse_lora_modules(" ") == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_bad_modules() -> None:
+    for text, problem in [
         ("a", "must be name=path"),
         ("=x", "must be name=path"),
         ("a=", "must be name=path"),
@@ -176,12 +172,10 @@ def test_modules_of_the_command_line() -> None:
         ('{"name": "a", "path": "x", "pth": 1}', "unknown field 'pth'; did you mean path?"),
         ('{"name": "a", "path": "x", "base_model_name": 1}', "base_model_name"),
         ('{"name": "a", "path": "x"} b=c', "no comma before"),
-    ],
-)
-def test_bad_modules(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Config(lora_modules=text)
-    assert problem in error.value.message
+    ]:
+        with pytest.raises(ConfigError) as error:
+            Config(lora_modules=text)
+        assert problem in error.value.message
 
 
 def test_slots() -> None:
