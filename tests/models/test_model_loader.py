@@ -16,8 +16,9 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import check_weights, load_model, read_model_info
 from foreword.weights.config_reader import ConfigReader
 from tests.support import gemma4_checkpoints as gemma4
-from tests.support.checkpoints import YARN, change_tensors, write_checkpoint, write_config
+from tests.support.checkpoints import change_tensors, write_checkpoint, write_config
 from tests.support.forward_helpers import ForwardHelper
+from tests.support.layouts import YARN
 
 
 def load(path: Path) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
 from tests.support.checkpoints import write_json
 from tests.support.forward_helpers import ForwardHelper
+from tests.support.gguf_files import finish
 
 HEAD_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -270,10 +271,7 @@ def write_gguf_head(
             writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
         elif name != "t2d":
             writer.add_tensor(*_gguf_tensor(name, value, dim))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

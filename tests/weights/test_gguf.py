@@ -26,6 +26,7 @@ from tests.support.gguf_files import (
     CODEBOOK_TYPES,
     NO_GGUF_FAMILIES,
     Kind,
+    finish,
     llama3_divisors,
     quantize,
     write_gguf,
@@ -507,10 +508,7 @@ def test_unsupported_keys_of_families_are_named(
 def test_unsupported_architecture_is_named(architecture: str, expected_message: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(CheckpointError, match=f"`general.architecture` {expected_message}"):
         read_model_info(tmp_path / "x.gguf")
 
