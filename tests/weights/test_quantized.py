@@ -390,7 +390,7 @@ def test_config_is_refused_by_name_from_the_headers(
 def test_pattern_that_takes_forever_is_refused(
     kind: str, options: dict[str, Any], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_patterns, "LIMITS", replace(module_patterns.LIMITS, cpu_s=0.2))
+    monkeypatch.setattr(module_patterns, "LIMITS", replace(module_patterns.LIMITS, cpu_s=0.05))
     path = tmp_path / "model"
     write_quantized(source, path, kind)
     config = read_json(path / "config.json")["quantization_config"]
