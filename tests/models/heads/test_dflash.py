@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -502,12 +503,14 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(tmp_path: Path) -> None:
-    for name in MISFITS:
-        layout, config, tensors, message = MISFITS[name]
-        bed = make_bed(tmp_path, LAYOUTS[layout])
+    layouts = {layout for layout, *_ in MISFITS.values()}
+    beds = {layout: make_bed(tmp_path / layout, LAYOUTS[layout]) for layout in layouts}
+    for bed in beds.values():
         info = read_head_info(bed.path, bed.model)
         assert info.is_head and info.draft_tokens_per_pass in (COUNT, 8)
-        change_config(bed.path, **config)
-        change_tensors(bed.path, **tensors)
+    for layout, config, tensors, message in MISFITS.values():
+        head = shutil.copytree(beds[layout].path, tmp_path / "changed", dirs_exist_ok=True)
+        change_config(head, **config)
+        change_tensors(head, **tensors)
         with pytest.raises(CheckpointError, match=message):
-            read_head_info(bed.path, bed.model)
+            read_head_info(head, beds[layout].model)
