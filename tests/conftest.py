@@ -1,5 +1,6 @@
 """Options of the test suite and its differences between machines: docs/development.md."""
 
+import ctypes
 import functools
 import gc
 import logging
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from foreword.kernels.cpu.library import ISAS, supported_isas
+from foreword.kernels.cpu.library import ISAS, load_library, supported_isas
 from foreword.kernels.registry import ISA_REQUIREMENTS
 from tests.support import budget
 from tests.support.cpu_kernels import force_isa, isas_under_test
@@ -25,9 +26,6 @@ TESTS = Path(__file__).parent
 # Without a GPU, Triton's kernels run in its interpreter; Triton reads this when a kernel is defined.
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Workers share few cores: threads that wait for each other cost a hundred times what they gain.
-torch.set_num_threads(1)
 
 # Each HTTP client would read all authorities anew, which takes 30 ms; no test speaks TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
@@ -150,8 +148,17 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """A command that an earlier test ran in this process may have raised the level of the log."""
+    """A command or an engine of an earlier test may have changed what all of the process shares."""
     logging.getLogger("foreword").setLevel(logging.NOTSET)
+    # Workers share few cores: threads that wait for each other cost a hundred times what they gain.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    """The native kernels."""
+    built, reason = load_library()
+    return built or pytest.skip(reason)
 
 
 class PartialModule(pytest.Module):

@@ -138,9 +138,8 @@ def test_families_with_states_are_known_by_their_model_type(tmp_path: Path) -> N
         assert (architecture in TYPES_WITH_STATES) == (model_type in TYPES_WITH_STATES), architecture
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
+def test_unsupported_family_is_refused_before_its_tokenizer(tmp_path: Path) -> None:
+    for model_type, reason in [
         ("bert", "it is an encoder, .* foreword serve --embedding-model PATH"),
         ("xlm-roberta", "it is an encoder"),
         ("gemma3", "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file"),
@@ -158,15 +157,11 @@ def test_families_with_states_are_known_by_their_model_type(tmp_path: Path) -> N
         ("gpt_neox", "it needs q, k and v of each head in one tensor"),
         ("llava_onevision", "it needs another vision encoder; llava,"),
         ("t5", "it needs an encoder and a decoder"),
-    ],
-)
-def test_unsupported_family_is_refused_before_its_tokenizer(
-    model_type: str, reason: str, tmp_path: Path
-) -> None:
-    write_json(tmp_path / "config.json", {"model_type": model_type})
-    with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \({reason}") as refused:
-        prepare_checkpoint(Config(model=str(tmp_path)))
-    assert refused.value.param == "model"
+    ]:
+        write_json(tmp_path / "config.json", {"model_type": model_type})
+        with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \({reason}") as refused:
+            prepare_checkpoint(Config(model=str(tmp_path)))
+        assert refused.value.param == "model"
 
 
 def test_unsupported_gguf_family_is_refused_before_its_tokenizer(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from foreword.errors import MAX_SHOWN_CHARS, shown
 from tests.support.counted_work import count_calls
 
@@ -24,9 +22,8 @@ OF_OPERATORS = {
 }
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_shown_value_is_the_start_of_its_repr() -> None:
+    for value in [
         None,
         "it's",
         'a"\n\ud800',
@@ -40,11 +37,9 @@ OF_OPERATORS = {
         "x" * 1000,
         ["ab"] * 1000,
         {"a": {str(i): [i] for i in range(1000)}},
-    ],
-)
-@pytest.mark.parametrize("max_chars", [20, MAX_SHOWN_CHARS])
-def test_shown_value_is_the_start_of_its_repr(value: Any, max_chars: int) -> None:
-    assert shown(value, max_chars) == repr(value)[:max_chars]
+    ]:
+        for max_chars in [20, MAX_SHOWN_CHARS]:
+            assert shown(value, max_chars) == repr(value)[:max_chars]
 
 
 def test_work_to_show_a_value_does_not_grow_with_it() -> None:

@@ -5,10 +5,9 @@ concurrency, cache size, prefix cache and chunking. Token ids, logits hashes, lo
 and counts must equal those of the plain run: speculation off, one request at a time, ample cache, no prefix
 cache.
 
-Default: one crowded combination per drafter, four families of which two take each, the best kernels of this
-machine. `--full`:
-every family under the crowded combination and some pairwise ones, which take turns; every instruction set
-and the reference. `--full-product`: all combinations.
+Default: one crowded combination per drafter, for which four families take turns, the best kernels of this
+machine. `--full`: every family under the crowded combination and some pairwise ones, which take turns; every
+instruction set and the reference. `--full-product`: all combinations.
 """
 
 from __future__ import annotations
@@ -121,8 +120,9 @@ CROWDED = PLAIN | {
 PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
 
 
-PAIRS_PER_FAMILY = 4
-SHARES = 1 + PAIRS_PER_FAMILY if is_full() else len(SETTINGS["speculate"]) // 3
+PAIRS_PER_FAMILY = 2
+NUM_TURNS = len(QUICK_FAMILIES)
+SHARES = 1 + PAIRS_PER_FAMILY if is_full() else len(SETTINGS["speculate"]) // NUM_TURNS
 
 
 def combinations(turn: int, product: bool) -> list[dict[str, Any]]:
@@ -132,10 +132,9 @@ def combinations(turn: int, product: bool) -> list[dict[str, Any]]:
     if is_full():
         places = range(PAIRS_PER_FAMILY * turn, PAIRS_PER_FAMILY * (turn + 1))
         return [CROWDED, *(PAIRS[place % len(PAIRS)] for place in places)]
-    drafters = [drafter for i, drafter in enumerate(SETTINGS["speculate"]) if (i + turn) % 3 == 0]
     return [
         CROWDED | {"speculate": drafter, "draft_length": "adaptive" if drafter == "auto" else "fixed"}
-        for drafter in drafters
+        for drafter in SETTINGS["speculate"][turn::NUM_TURNS]
     ]
 
 

@@ -254,7 +254,7 @@ SHARED_BEHAVIOUR = {
     "engine": {"draft_encoder", "faults", "grammar"},
     "engine_client": {"adapters", "images"},
     "fleet": {"several_models"},
-    "kernels": {"compare_isas", "count_accepted", "varlen_attention"},  # what several backends have
+    "kernels": {"compare_isas", "varlen_attention"},  # what several backends have
     "kernels/triton": {"compiling", "float8", "graphs", "interpreted", "latent"},
     "models": {"families"},
     "models/vision": {"qwen", "qwen_bits"},
@@ -265,7 +265,6 @@ SHARED_BEHAVIOUR = {
         "embedding_servers",
         "fair_share",
         "features",
-        "fuzz",
         "fuzz_api",
         "images",
         "log_privacy",

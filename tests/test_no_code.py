@@ -34,6 +34,7 @@ CALLS = {
     "torch.hub.load",
 }
 YAML = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}
+LAST_NAMES = {name.rpartition(".")[2] for name in CALLS | YAML}
 PLAIN = ("BaseLoader", "SafeLoader", "_StringLoader")  # the last is a BaseLoader
 
 
@@ -45,7 +46,8 @@ def dangers(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             calls.append(str(node.module))
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
+            last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = ast.unparse(node.func) if last in LAST_NAMES else ""  # which takes seconds for all calls
             loader = next((ast.unparse(word.value) for word in node.keywords if word.arg == "Loader"), "")
             if name in CALLS or (name in YAML and not loader.endswith(PLAIN)):
                 calls.append(name)
@@ -58,9 +60,8 @@ def test_sources_call_nothing_dangerous() -> None:
     assert {name: found for name, found in calls.items() if found} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_every_dangerous_call_is_detected() -> None:
+    for source in [
         "import pickle",
         "from pickle import loads",
         "eval('1')",
@@ -69,10 +70,8 @@ def test_sources_call_nothing_dangerous() -> None:
         "yaml.load(x)",
         "np.load('x', allow_pickle=True)",
         "AutoModel.from_pretrained('x', trust_remote_code=True)",
-    ],
-)
-def test_every_dangerous_call_is_detected(source: str) -> None:
-    assert dangers(ast.parse(source))
+    ]:
+        assert dangers(ast.parse(source))
 
 
 AUTO_MAP = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}

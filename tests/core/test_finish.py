@@ -1,4 +1,4 @@
-"""The end of an output: stop ids, limits and repetition."""
+"""RequestState and the end of its output: stop ids, limits and repetition."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -34,9 +34,21 @@ def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("params", "run", "ending"),
-    [
+def test_resumed_tokens_are_output() -> None:
+    state = state_of(delivered=(7, 7))
+    state.append([7, 1])
+    assert state.num_output == 4
+
+
+def test_complete_request_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        state_of(max_tokens=2, delivered=(5, 6))
+    with pytest.raises(AssertionError):
+        state_of(max_model_len=3)
+
+
+def test_the_earliest_token_decides() -> None:
+    for params, run, ending in [
         ({}, [5, 6], (2, None, None)),
         ({}, [5, 9, 6], (2, "stop", 9)),
         ({"ignore_eos": True}, [5, 9, 6], (3, None, None)),
@@ -45,12 +57,8 @@ def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params
         ({"max_tokens": 2}, [5, 9], (2, "stop", 9)),
         ({"max_tokens": 2}, [5, 6, 9], (2, "length", None)),
         ({"max_tokens": 50, "max_model_len": 5}, [5, 6, 7], (2, "length", None)),
-    ],
-)
-def test_the_earliest_token_decides(
-    params: dict[str, object], run: list[int], ending: tuple[object, ...]
-) -> None:
-    assert state_of(**params).check_finish(run) == FinishResult(*ending)  # type: ignore[arg-type]
+    ]:
+        assert state_of(**params).check_finish(run) == FinishResult(*ending)  # type: ignore[arg-type]
 
 
 @given(
@@ -204,13 +212,11 @@ def test_pattern_is_detected_at_its_last_allowed_token(preamble: int) -> None:
         assert found.pattern_len <= pattern
 
 
-@pytest.mark.parametrize(
-    ("pattern", "enough"), [(129, 1024), (500, 1024), (512, 1024), (513, 4096), (2048, 4096)]
-)
-@pytest.mark.parametrize("preamble", [0, 700, 9000])
-def test_long_patterns_have_higher_limits(pattern: int, enough: int, preamble: int) -> None:
-    tokens = [*range(100_000, 100_000 + preamble), *(i % pattern for i in range(10_000))]
-    assert detect(tokens, (3, 64)) == Repetition(preamble + pattern + enough, pattern)
+def test_long_patterns_have_higher_limits() -> None:
+    for pattern, enough in [(129, 1024), (500, 1024), (512, 1024), (513, 4096), (2048, 4096)]:
+        for preamble in [0, 700, 9000]:
+            tokens = [*range(100_000, 100_000 + preamble), *(i % pattern for i in range(10_000))]
+            assert detect(tokens, (3, 64)) == Repetition(preamble + pattern + enough, pattern)
 
 
 def test_pattern_above_all_limits_is_ignored() -> None:

@@ -1,16 +1,13 @@
 """Validation of sampling parameters."""
 
-from typing import Any
-
 import pytest
 
 from foreword.core.params import TO_THE_END, SamplingParams, Speculation
 from foreword.errors import InvalidRequest
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_invalid_value_is_named() -> None:
+    for field, value in [
         ("n", 0),
         ("n", 129),
         ("n", 1.5),
@@ -71,12 +68,10 @@ from foreword.errors import InvalidRequest
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
         ("repetition_penalty", 1e-40),
-    ],
-)
-def test_invalid_value_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=field) as caught:
-        SamplingParams(**{field: value})
-    assert caught.value.param == field
+    ]:
+        with pytest.raises(InvalidRequest, match=field) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
 
 
 def test_error_names_value_and_limit() -> None:
@@ -91,10 +86,10 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
         assert SamplingParams(min_tokens=5, max_tokens=limit).max_tokens == limit
 
 
-@pytest.mark.parametrize(("method", "max_tokens"), [("", None), (None, None), ("auto", -1), ("auto", 1.5)])
-def test_speculation_is_checked(method: Any, max_tokens: Any) -> None:
-    with pytest.raises(InvalidRequest, match="speculation"):
-        Speculation(method, max_tokens)
+def test_speculation_is_checked() -> None:
+    for method, max_tokens in [("", None), (None, None), ("auto", -1), ("auto", 1.5)]:
+        with pytest.raises(InvalidRequest, match="speculation"):
+            Speculation(method, max_tokens)
 
 
 def test_lists_and_single_strings_become_tuples() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import Batch, SampleRow
+from foreword.core.batch import Batch
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.cuda_graphs import graph_runner as recorded
@@ -23,6 +23,7 @@ from foreword.kernels.ops import DraftTokens
 from foreword.speculation.drafters.draft_model import DraftState
 from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
+from tests.support.decode_loops import sample_rows
 from tests.support.graph_capture_fake import (
     BLOCK_SIZE,
     CONTEXT_LEN,
@@ -36,7 +37,6 @@ from tests.support.host_decode_loop import (
     HostDecodeLoop,
     blocks_of,
     compute_prompts,
-    copy_states,
     num_blocks,
     slot_of,
 )
@@ -102,9 +102,14 @@ def requests(draw: st.DrawFn) -> list[RequestState]:
     return states
 
 
-def run_steps(loop: DeviceDecodeLoop, host: HostDecodeLoop, drafted: bool, data: st.DataObject) -> None:
+def run_steps(
+    loop: DeviceDecodeLoop,
+    host: HostDecodeLoop,
+    states: Sequence[RequestState],
+    drafted: bool,
+    data: st.DataObject,
+) -> None:
     """Launch, collect and extend in any valid order; compare each step with the host's."""
-    states = host.states
     room = [len(state.tokens) for state in states]  # tokens after all launched steps
     loop._in_flight.clear()  # of an aborted example
     loop.start([slot_of(n, state, room[n], drafted) for n, state in enumerate(states)])
@@ -159,12 +164,8 @@ def compare_host_sampled(
     forward = loop.launch_forward(active, num_draft)
     assert (forward.read_drafts is None) == (num_draft == 0)
     drafts = [DraftTokens((), ())] * len(active) if forward.read_drafts is None else forward.read_drafts()
-    rows = [
-        SampleRow(host.states[n], draft.token_ids[:place])
-        for n, draft in zip(active, drafts, strict=True)
-        for place in range(1 + num_draft)
-    ]
-    sampled = host.sampler(forward.logits, rows)
+    states = [host._slots[n].state for n in active]
+    sampled = host._sampler(forward.logits, sample_rows(zip(states, drafts, strict=True)))
     loop.commit(torch.tensor(sampled.token_ids))
     wanted = host.round(active, num_draft)
     for index, (n, draft) in enumerate(zip(active, drafts, strict=True)):
@@ -192,9 +193,8 @@ def test_decode_loop_equals_host_decoding(
     loop = beds.target.forward.get_decode_loop(
         BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS), drafter.forward if drafter else None, with_hashes=True
     )
-    run_steps(
-        loop, HostDecodeLoop(beds.plain_target, plain_drafter, copy_states(states)), drafter is not None, data
-    )
+    host = HostDecodeLoop(beds.plain_target, plain_drafter, states)
+    run_steps(loop, host, states, drafter is not None, data)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -251,15 +251,12 @@ def test_broken_row_ends_its_own_slot_only(
     plain_target, plain_drafter = beds.plain_target, beds.drafters["equal"][1]
     for bed in (beds.target, plain_target, beds.drafters["equal"][0], plain_drafter):
         compute_prompts(bed, states)
-    host = HostDecodeLoop(plain_target, plain_drafter, copy_states(states))
+    host = HostDecodeLoop(plain_target, plain_drafter, states)
     if broken_model == "target":
-        host.forward = GraphRunner(plain_target.ops, Breaking(plain_target.forward._forward, position, first))
+        twin, bed = host.target, plain_target
     else:
-        broken_drafter = GraphRunner(
-            plain_drafter.ops, Breaking(plain_drafter.forward._forward, position, first)
-        )
-        assert host.passes is not None
-        host.passes._forward = broken_drafter
+        twin, bed = host.drafter, plain_drafter
+    twin.forward = GraphRunner(bed.ops, Breaking(bed.forward._forward, position, first))
     loop = forwards["target"].get_decode_loop(
         BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS), forwards["drafter"], with_hashes=True
     )
@@ -285,7 +282,7 @@ def test_request_with_one_token(beds: Beds) -> None:
     )
     loop.start([slot_of(0, states[0], CONTEXT_LEN, drafted=True)])
     loop.launch([0], 2)
-    assert loop.collect() == HostDecodeLoop(beds.plain_target, plain, copy_states(states)).round([0], 2)
+    assert loop.collect() == HostDecodeLoop(beds.plain_target, plain, states).round([0], 2)
 
 
 def test_positions_follow_the_mrope_offset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +314,7 @@ def test_capture_between_steps_changes_nothing(beds: Beds) -> None:
     loop = beds.target.forward.get_decode_loop(
         BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS), drafter.forward, with_hashes=True
     )
-    host = HostDecodeLoop(beds.plain_target, plain, copy_states(states))
+    host = HostDecodeLoop(beds.plain_target, plain, states)
     loop.start([slot_of(0, states[0], CONTEXT_LEN, drafted=True)])
     loop.launch([0], 2)
     progress: list[tuple[int, int]] = []

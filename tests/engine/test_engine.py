@@ -139,9 +139,8 @@ def test_request_with_all_tokens_masked_fails_alone(engine: Engine) -> None:
     assert len(tokens_of(events["good"])) == 20
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "text"),
-    [
+def test_invalid_request_gets_an_error_event(engine: Engine) -> None:
+    for request_, error, text in [
         (make_request("a", prompt=[40] * 64), ContextLengthExceeded, "64 tokens"),
         (make_request("a", prompt=[40] * 60, delivered=[1] * 4), ContextLengthExceeded, "64 tokens"),
         (make_request("a", delivered=[1] * 20), InvalidRequest, "max_tokens 20"),
@@ -162,13 +161,11 @@ def test_request_with_all_tokens_masked_fails_alone(engine: Engine) -> None:
         (make_request("a", stop_token_ids=(1 << 40,)), InvalidRequest, "stop_token_ids"),
         (make_request("a", logprob_token_ids=(1 << 40,)), InvalidRequest, "logprob_token_ids"),
         (make_request("a", speculation=Speculation("draft")), InvalidRequest, "suffix"),
-    ],
-)
-def test_invalid_request_gets_an_error_event(
-    engine: Engine, request_: Request, error: type[Exception], text: str
-) -> None:
-    (event,) = run(engine, [request_])["a"]
-    assert isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
+    ]:
+        (event,) = run(engine, [request_])["a"]
+        assert (
+            isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
+        )
 
 
 @pytest.mark.parametrize("delivered", [1, 7, 16, 19])

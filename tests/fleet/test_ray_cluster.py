@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from foreword.bench.server import ServerProcess
-from foreword.cli.fleet import _node_config, _to_environment
+from foreword.cli.configuration import to_environment
+from foreword.cli.fleet import _node_config
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 from foreword.fleet.replica_controller import Autoscaler
@@ -77,7 +78,7 @@ class Fleet:
         scaler = Autoscaler(minimum, maximum, 0.5, 2.0)
         self.client = RouterClient("", KEY)  # a router without an address does not serve yet
         self.controller = ReplicaController(
-            self.cluster, self.client, _node_config(config), scaler, _to_environment, self.on_change
+            self.cluster, self.client, _node_config(config), scaler, to_environment, self.on_change
         )
         while not self.urls:
             self.controller.tick()

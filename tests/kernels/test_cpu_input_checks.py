@@ -16,7 +16,7 @@ from foreword.core.batch import Batch, Chunk, KVLayer, StateLayer, build_batch
 from foreword.core.states import NO_ANCHOR, StateShape
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import FORMAT_IDS, ISAS, load_library, supported_isas
+from foreword.kernels.cpu.library import FORMAT_IDS, ISAS, supported_isas
 from foreword.kernels.cpu.program import Program
 from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.ops import Float8Blocks, GroupedInts, LoraTable, MRopeSections, QuantizedBlocks
@@ -181,18 +181,18 @@ BAD_STATES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_STATES)
-def test_state_outside_of_its_memory_is_refused(case: str) -> None:
-    ops, (state, around) = CpuOps(threads=2), state_with_guards()
-    x, weight, vector = torch.ones(6, 64), torch.ones(4, 64), torch.ones(2)
-    bad = state_batch(**BAD_STATES[case])
-    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
-        ops.causal_conv(x, weight, None, "silu", state, bad)
-    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
-        ops.gated_delta_rule(x, x[:, :2], x[:, :2], vector, vector, state, bad)
-    with pytest.raises(ValueError, match="a request's state is outside of its memory"):
-        ops.ssm_scan(x, x[:, :2], vector, vector, vector, (0.0, 1.0), state, bad)
-    assert all(bool((memory == SENTINEL).all()) for memory in around)
+def test_state_outside_of_its_memory_is_refused() -> None:
+    for case in BAD_STATES:
+        ops, (state, around) = CpuOps(threads=2), state_with_guards()
+        x, weight, vector = torch.ones(6, 64), torch.ones(4, 64), torch.ones(2)
+        bad = state_batch(**BAD_STATES[case])
+        with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+            ops.causal_conv(x, weight, None, "silu", state, bad)
+        with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+            ops.gated_delta_rule(x, x[:, :2], x[:, :2], vector, vector, state, bad)
+        with pytest.raises(ValueError, match="a request's state is outside of its memory"):
+            ops.ssm_scan(x, x[:, :2], vector, vector, vector, (0.0, 1.0), state, bad)
+        assert all(bool((memory == SENTINEL).all()) for memory in around)
 
 
 @pytest.mark.parametrize("starts", [(0, 4, 7), (-1, 4, 6), (0, 4, 3), (0, 8, 6)])
@@ -255,12 +255,6 @@ def test_draft_outside_of_its_memory_is_refused(
     assert all(bool((memory == SENTINEL).all()) for memory in around)
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    built, reason = load_library()
-    return built or pytest.skip(reason)
-
-
 def test_machine_of_no_threads_or_another_processor_is_refused(library: ctypes.CDLL) -> None:
     for isa, threads in ((0, 0), (0, -1), (-1, 1), (len(ISAS), 1), (2**31 - 1, 1)):
         assert not library.foreword_machine_new(isa, threads)
@@ -289,9 +283,8 @@ def test_starts_of_ids_are_checked(library: ctypes.CDLL, starts: tuple[int, int]
     assert bool((around == SENTINEL).all())
 
 
-@pytest.mark.parametrize(
-    ("formats", "shape"),
-    [
+def test_weights_whose_format_and_shape_do_not_match_are_refused(library: ctypes.CDLL) -> None:
+    for formats, shape in [
         (("q4_k", "q4_k"), (1, 255, 0)),  # parts of a block
         (("q8_0", "q8_0"), (1, 31, 0)),
         (("q8_0", "bfloat16"), (1, 64, 0)),  # a format of files only
@@ -305,21 +298,17 @@ def test_starts_of_ids_are_checked(library: ctypes.CDLL, starts: tuple[int, int]
         (("float32", "float32"), (1, 2**62, 0)),
         (("float32", "float32"), (1, 65, 0)),  # the rows have 64 values
         (("bfloat16", "q8_0"), (1, 256, 0)),
-    ],
-)
-def test_weights_whose_format_and_shape_do_not_match_are_refused(
-    library: ctypes.CDLL, formats: tuple[str, str], shape: tuple[int, int, int]
-) -> None:
-    context = NativeSampling(library)._cpu_context
-    tiles, around = guarded((64,))
-    values = torch.zeros(64)
-    rows = np.array([values.data_ptr()], np.uint64)
-    target, source = (FORMAT_IDS[name] for name in formats)
-    with pytest.raises(ValueError, match="the weight's format and shape"):
-        library.foreword_pack(
-            context, target, source, rows.ctypes.data, values.nbytes, *shape, tiles.data_ptr()
-        )
-    assert bool((around == SENTINEL).all())
+    ]:
+        context = NativeSampling(library)._cpu_context
+        tiles, around = guarded((64,))
+        values = torch.zeros(64)
+        rows = np.array([values.data_ptr()], np.uint64)
+        target, source = (FORMAT_IDS[name] for name in formats)
+        with pytest.raises(ValueError, match="the weight's format and shape"):
+            library.foreword_pack(
+                context, target, source, rows.ctypes.data, values.nbytes, *shape, tiles.data_ptr()
+            )
+        assert bool((around == SENTINEL).all())
 
 
 @pytest.mark.parametrize("target", [-1, len(FORMAT_IDS), 2**31 - 1])

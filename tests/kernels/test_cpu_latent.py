@@ -103,8 +103,10 @@ def matrix(weight_format: str, head: int) -> Matrix:
 
 
 @each_isa
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"),
+    [*zip(FORMATS, itertools.cycle((torch.float32, torch.bfloat16)), strict=False)],
+)
 def test_product_by_head_is_the_ordinary_product(isa: str, weight_format: str, dtype: torch.dtype) -> None:
     """Bit for bit, for every number of rows and threads; appended values are copied."""
     is_tensor = weight_format in ("float32", "bfloat16", "float16", "int8", "int4")

@@ -15,6 +15,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.cpu.program import Buffer, plan_arena
 from foreword.kernels.ops import ExpertsConfig, GroupedInts, MRopeSections
+from tests.support.cpu_kernels import isas_under_test
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40
 EXPERTS = ExpertsConfig(num_experts=5, top_k=2, renormalize=True, activation="gpt_oss")
@@ -116,12 +117,12 @@ def batches(mrope: bool = False) -> list[Batch]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16", "float16", "int8", "int4"])
-@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_program_equals_single_operations(isa: str, weight_format: str, dtype: torch.dtype) -> None:
     check_program(SmallModel(CpuOps(isa, threads=2), dtype, weight_format), batches())
 
 
-@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_program_takes_mrope_positions(isa: str) -> None:
     model = SmallModel(CpuOps(isa, threads=2), torch.float32, "float32", MRopeSections((1, 1, 1)))
     check_program(model, batches(mrope=True))

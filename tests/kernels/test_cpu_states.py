@@ -48,7 +48,15 @@ SHAPES = (  # one and several value heads for each key head; whole and partial t
 )
 each_rule = pytest.mark.parametrize("is_scan", [False, True], ids=["delta", "scan"])
 LIMITS = 0.4, 2.0  # of time steps
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.key_dim}-{s.value_dim}")
+# Every pair of a shape, a rule and a type.
+each_pair = pytest.mark.parametrize(
+    ("shape", "is_scan", "dtype"),
+    [
+        (shape, is_scan, (torch.float32, torch.bfloat16)[(number + is_scan) % 2])
+        for number, shape in enumerate(SHAPES)
+        for is_scan in (False, True)
+    ],
+)
 
 Span = tuple[int, int, int]  # request, first position, end
 Outputs = dict[str, list[Tensor]]  # by operation and request
@@ -214,9 +222,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 @each_isa
-@each_type
-@each_shape
-@each_rule
+@each_pair
 def test_values_equal_the_textbook(isa: str, dtype: torch.dtype, shape: StateShape, is_scan: bool) -> None:
     requests = Requests(shape, dtype, is_scan)
     for request in range(len(LENGTHS)):
@@ -240,9 +246,7 @@ def test_values_equal_the_reference(isa: str, dtype: torch.dtype, shape: StateSh
 
 
 @each_isa
-@each_type
-@each_shape
-@each_rule
+@each_pair
 def test_cuts_neighbours_and_threads_change_no_bit(
     isa: str, dtype: torch.dtype, shape: StateShape, is_scan: bool
 ) -> None:

@@ -11,19 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.cpu.library import load_library
 from foreword.speculation.drafters.suffix import SuffixIndex
 from tests.support.budget import examples
 from tests.support.suffix_index import MAX_CHAIN, PythonSuffixIndex, TokenRing
 
 NUM_TOKENS = 6  # few, so that much matches
 tokens = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=80)
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    built, reason = load_library()
-    return built or pytest.skip(reason)
 
 
 class Both:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
-from tests.support.kernel_rows import same_bits
+from tests.support.cpu_kernels import same_bits
 from tests.support.quantized_weights import random_blocks, random_weight
 
 
@@ -18,39 +18,39 @@ def error(values: Tensor, exact: Tensor) -> float:
     return float((values - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_blocks_match_gguf(kind: str) -> None:
-    blocks = random_blocks(kind, 5, 768)
-    theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
-    assert torch.equal(dequantize(blocks), torch.from_numpy(theirs))
+def test_blocks_match_gguf() -> None:
+    for kind in QUANT_BLOCKS:
+        blocks = random_blocks(kind, 5, 768)
+        theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+        assert torch.equal(dequantize(blocks), torch.from_numpy(theirs))
 
 
-@pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_block_sizes_match_gguf(kind: str) -> None:
-    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
-    assert (QUANT_BLOCKS[kind].num_values, QUANT_BLOCKS[kind].num_bytes) == (values, size)
+def test_block_sizes_match_gguf() -> None:
+    for kind in QUANT_BLOCKS:
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+        assert (QUANT_BLOCKS[kind].num_values, QUANT_BLOCKS[kind].num_bytes) == (values, size)
 
 
-@pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_subnormal_and_negative_scales_are_kept(kind: str) -> None:
-    blocks = random_blocks(kind, 3, 512, scale=1e-7)
-    theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
-    assert torch.equal(dequantize(blocks), torch.from_numpy(theirs)) and dequantize(blocks).any()
+def test_subnormal_and_negative_scales_are_kept() -> None:
+    for kind in QUANT_BLOCKS:
+        blocks = random_blocks(kind, 3, 512, scale=1e-7)
+        theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+        assert torch.equal(dequantize(blocks), torch.from_numpy(theirs)) and dequantize(blocks).any()
 
 
-@pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_random_bytes_match_gguf(kind: str) -> None:
+def test_random_bytes_match_gguf() -> None:
     """Scales that are infinite or NaN too, and all exponents of MXFP4."""
-    block = QUANT_BLOCKS[kind]
-    generator = torch.Generator().manual_seed(5)
-    data = torch.randint(0, 256, (600, block.num_bytes), dtype=torch.uint8, generator=generator)
-    if kind == "mxfp4":
-        data[:, 0] = torch.arange(600).remainder(256)
-    with np.errstate(all="ignore"):
-        theirs = torch.from_numpy(
-            gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
-        )
-    assert same_bits(dequantize(QuantizedBlocks(kind, data, block.num_values)), theirs)
+    for kind in QUANT_BLOCKS:
+        block = QUANT_BLOCKS[kind]
+        generator = torch.Generator().manual_seed(5)
+        data = torch.randint(0, 256, (600, block.num_bytes), dtype=torch.uint8, generator=generator)
+        if kind == "mxfp4":
+            data[:, 0] = torch.arange(600).remainder(256)
+        with np.errstate(all="ignore"):
+            theirs = torch.from_numpy(
+                gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+            )
+        assert same_bits(dequantize(QuantizedBlocks(kind, data, block.num_values)), theirs)
 
 
 def test_int8_is_within_half_a_step() -> None:

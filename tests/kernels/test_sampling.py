@@ -14,7 +14,8 @@ from torch import Tensor
 from foreword.kernels.portable_math import exp_fixed_point, log
 from foreword.kernels.reference.sampling import ReferenceSampling, gumbel, noise, philox
 from tests.support.budget import examples
-from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows, same_bits
+from tests.support.cpu_kernels import same_bits
+from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows
 
 OPS = ReferenceSampling()
 SEEDS = (0, 1, 2**63, 2**64 - 1)

@@ -243,21 +243,29 @@ def test_undeletable_files_cost_few_sweeps_and_one_warning(
     assert "files beyond --kv-cache-disk: they cannot be removed" in warning
 
 
-def test_directory_that_cannot_be_read_is_told_once(
-    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def refreshing(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """It looks for files all the time."""
     monkeypatch.setattr(disk_tier, "REFRESH_S", 0.01)
+    cache.tier._next_refresh_s = 0.0
+    return cache
+
+
+def test_directory_that_cannot_be_read_is_told_once(
+    refreshing: Cache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (blocks,) = tmp_path.glob("model-*/blocks")
     blocks.rmdir()
     blocks.write_bytes(b"")
     caplog.set_level("DEBUG")
-    cache.tier.start()
+    refreshing.tier.start()
     wait_until(lambda: len(caplog.records) > 3)
     assert [record.levelname for record in caplog.records[:3]] == ["WARNING", "DEBUG", "DEBUG"]
     assert "the KV cache's directory cannot be read: Not a directory" in caplog.text
 
 
-def test_files_deleted_by_hand_are_written_again(cache: Cache, tmp_path: Path) -> None:
+def test_files_deleted_by_hand_are_written_again(refreshing: Cache, tmp_path: Path) -> None:
+    cache = refreshing
     cache.tier.start()
     digests = [cache.fill(number) for number in range(5)]
     cache.wait()

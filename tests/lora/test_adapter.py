@@ -145,14 +145,14 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_tensors_that_do_not_fit_are_refused(base: tuple[Path, Shapes], tmp_path: Path, case: str) -> None:
-    model, shapes = base
-    change, problem = REFUSALS[case]
-    path = edit(write_adapter(tmp_path / "a", model), change)
-    with pytest.raises(CheckpointError) as error:
-        read(path, shapes)
-    assert problem in error.value.message and str(path) in error.value.message
+def test_tensors_that_do_not_fit_are_refused(base: tuple[Path, Shapes], tmp_path: Path) -> None:
+    for case in REFUSALS:
+        model, shapes = base
+        change, problem = REFUSALS[case]
+        path = edit(write_adapter(tmp_path / "a", model), change)
+        with pytest.raises(CheckpointError) as error:
+            read(path, shapes)
+        assert problem in error.value.message and str(path) in error.value.message
 
 
 def test_bounds_and_targets(base: tuple[Path, Shapes], tmp_path: Path) -> None:

@@ -77,9 +77,8 @@ def test_patterns_match_the_end_of_a_path(tmp_path: Path) -> None:
     assert scale == 16 / math.sqrt(8)
 
 
-@pytest.mark.parametrize(
-    ("options", "targets"),
-    [
+def test_targets(tmp_path: Path) -> None:
+    for options, targets in [
         ({"target_modules": ["q_proj"]}, {0, 1, 2}),
         ({"target_modules": "all-linear"}, {0, 1, 2}),
         ({"target_modules": ["all-linear"]}, {0, 1, 2}),
@@ -91,17 +90,14 @@ def test_patterns_match_the_end_of_a_path(tmp_path: Path) -> None:
         ({"layers_to_transform": [0, 2], "layers_pattern": "layers"}, {0, 2}),
         ({"exclude_modules": [PATH.format(0)]}, {1, 2}),
         ({"exclude_modules": r".*\.0\..*"}, {1, 2}),
-    ],
-)
-def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> None:
-    paths = [PATH.format(layer) for layer in range(3)]
-    found = read(tmp_path, **options).targets(paths)
-    assert list(found) == [paths[layer] for layer in sorted(targets)]
+    ]:
+        paths = [PATH.format(layer) for layer in range(3)]
+        found = read(tmp_path, **options).targets(paths)
+        assert list(found) == [paths[layer] for layer in sorted(targets)]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_refusals(tmp_path: Path) -> None:
+    for options, text in [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; only LORA is"),
         ({"peft_type": None}, "peft_type None"),
         ({"use_dora": True}, "DoRA is not supported"),
@@ -139,17 +135,15 @@ def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> 
         ({"target_modules": "("}, "no regular expression"),
         ({"target_modules": [1]}, "target_modules must be names"),
         ({"target_modules": None}, "target_modules is missing"),
-    ],
-)
-def test_refusals(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(CheckpointError) as error:
-        read(tmp_path, **options)
-    assert text in error.value.message and str(tmp_path) in error.value.message
+    ]:
+        with pytest.raises(CheckpointError) as error:
+            read(tmp_path, **options)
+        assert text in error.value.message and str(tmp_path) in error.value.message
 
 
-@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
-def test_inits_that_leave_the_base_alone(tmp_path: Path, init: object) -> None:
-    read(tmp_path, init_lora_weights=init)
+def test_inits_that_leave_the_base_alone(tmp_path: Path) -> None:
+    for init in [True, False, None, "gaussian", "eva", "orthogonal", "mica"]:
+        read(tmp_path, init_lora_weights=init)
 
 
 def test_modules_of_the_command_line() -> None:
@@ -163,9 +157,8 @@ def test_modules_of_the_command_line() -> None:
     assert parse_lora_modules(None) == parse_lora_modules(" ") == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_bad_modules() -> None:
+    for text, problem in [
         ("a", "must be name=path"),
         ("=x", "must be name=path"),
         ("a=", "must be name=path"),
@@ -176,12 +169,10 @@ def test_modules_of_the_command_line() -> None:
         ('{"name": "a", "path": "x", "pth": 1}', "unknown field 'pth'; did you mean path?"),
         ('{"name": "a", "path": "x", "base_model_name": 1}', "base_model_name"),
         ('{"name": "a", "path": "x"} b=c', "no comma before"),
-    ],
-)
-def test_bad_modules(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Config(lora_modules=text)
-    assert problem in error.value.message
+    ]:
+        with pytest.raises(ConfigError) as error:
+            Config(lora_modules=text)
+        assert problem in error.value.message
 
 
 def test_slots() -> None:

@@ -526,14 +526,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def peer(path: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
@@ -598,7 +590,7 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize(("family", "dtype"), some_of(sorted(TYPED), 2))
+@pytest.mark.parametrize(("family", "dtype"), some_of(sorted(TYPED), 5))
 def test_chunked_prefill_gives_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family, dtype=dtype)
     check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), prompt)
@@ -616,27 +608,26 @@ def test_native_kernels_agree_with_the_reference(isa: str, family: str, tmp_path
     check_chunks(ours, prompt)
 
 
-@pytest.mark.parametrize(
-    ("isa", "family"),
-    [
-        *((isa, "llama") for isa in ISAS[:-1]),
-        *(
-            (isa, family)
-            for isa in ISAS[-1:]
-            for family in ("llama", "gemma3_text", "gemma4_text", "qwen2_moe", "gpt_oss")
-        ),
-    ],
+LOW_PRECISIONS: tuple[dict[str, str], ...] = (
+    {"dtype": "bfloat16"},
+    {"weight_dtype": "float16"},
+    {"quantization": "int8", "dtype": "bfloat16"},
+    {"quantization": "int4"},
+    {"kv_dtype": "int8"},
 )
+# Two precisions for a family and two families for a precision: tests of the kernels have each with each.
+LOW_FAMILIES = ("llama", "gemma3_text", "gemma4_text", "qwen2_moe", "gpt_oss")
+LOW_CASES = [
+    *((ISAS[-1], family, LOW_PRECISIONS[number]) for number, family in enumerate(LOW_FAMILIES)),
+    *((ISAS[-1], family, LOW_PRECISIONS[number - 2]) for number, family in enumerate(LOW_FAMILIES)),
+    *((isa, "llama", LOW_PRECISIONS[number]) for number, isa in enumerate(ISAS[:-1])),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "bfloat16"},
-        {"weight_dtype": "float16"},
-        {"quantization": "int8", "dtype": "bfloat16"},
-        {"quantization": "int4"},
-        {"kv_dtype": "int8"},
-    ],
-    ids=lambda options: "-".join(options.values()),
+    ("isa", "family", "options"),
+    LOW_CASES,
+    ids=lambda part: part if isinstance(part, str) else "-".join(part.values()),
 )
 def test_native_kernels_at_low_precision(
     isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]

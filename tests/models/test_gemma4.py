@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from foreword.errors import CheckpointError
 from foreword.models.model_loader import check_weights, read_model_info
 from tests.support import gemma4_checkpoints as gemma4
-from tests.support.checkpoints import VOCAB_SIZE, change_tensors, write_checkpoint, write_config
+from tests.support.checkpoints import VOCAB_SIZE, change_tensors, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.quantized_checkpoints import write_quantized
 
@@ -100,45 +100,3 @@ def test_memory_counts_only_own_k_and_v(tmp_path: Path) -> None:
     assert info.embedding_parameters == VOCAB_SIZE * (64 + 5 * 8)
     tensors = load_file(tmp_path / "model.safetensors")
     assert info.parameters == sum(tensor.numel() for tensor in tensors.values())
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-    ("gemma4_text", {"layer_types": [gemma4.FULL] * 4 + [gemma4.SLIDING]}, "layer_types"),
-    ("gemma4_text", {"sliding_window": 0}, "layer_types"),
-    ("gemma4_text", {"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
-    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
-    ("gemma4_text", {"per_layer_config": {"4": {"head_dim": 48}}}, "num_kv_shared_layers"),
-    ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 48}}}, "per_layer_config"),
-    ("gemma4_text", {"per_layer_config": {"full_attention": {"head_dim": 48}}}, "per_layer_config"),
-    ("gemma4_text", {"per_layer_config": {"4": {"num_attention_heads": 2}}}, "num_attention_heads"),
-    ("gemma4_text", {"per_layer_config": {"4": 3}}, "4"),
-    ("gemma4_text", {"global_head_dim": 2**17}, "num_attention_heads"),
-    ("gemma4_text", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input"),
-    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
-    ("gemma4_text", {"hidden_size_per_layer_input": 2**16}, "hidden_size_per_layer_input"),
-    ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation"),
-    ("gemma4_text", {"attention_k_eq_v": "yes"}, "attention_k_eq_v"),
-    ("gemma4_text", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
-    ("gemma4_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ("gemma4_text", {"rope_parameters": {"linear_attention": {}}, "rope_theta": 1e4}, "rope_theta"),
-    (
-        "gemma4_text",
-        {"rope_parameters": {gemma4.FULL: {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
-        "partial_rotary_factor",
-    ),
-    ("gemma4_text", {**gemma4.EXPERTS, "top_k_experts": 9}, "top_k_experts"),
-    ("gemma4_text", {**gemma4.EXPERTS, "num_experts": None}, "num_experts"),
-    ("gemma4_unified_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
-    ("gemma4_unified_text", {"num_global_key_value_heads": 3}, "num_attention_heads"),
-    ("gemma4_unified_text", {"enable_moe_block": True}, "enable_moe_block"),
-]
-
-
-@pytest.mark.parametrize("family, overrides, name", REFUSED)
-def test_unsupported_options_are_named(
-    family: str, overrides: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    write_config(tmp_path, family, **overrides)
-    with pytest.raises(CheckpointError, match=f"`{name}`"):
-        read_model_info(tmp_path)

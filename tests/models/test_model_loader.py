@@ -15,8 +15,10 @@ from foreword.models.architectures import read_decoder
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import check_weights, load_model, read_model_info
 from foreword.weights.config_reader import ConfigReader
-from tests.support.checkpoints import YARN, change_tensors, write_checkpoint, write_config
+from tests.support import gemma4_checkpoints as gemma4
+from tests.support.checkpoints import change_tensors, write_checkpoint, write_config
 from tests.support.forward_helpers import ForwardHelper
+from tests.support.layouts import YARN
 
 
 def load(path: Path) -> Any:
@@ -224,39 +226,93 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("solar_open", {"use_qk_norm": True}, "use_qk_norm"),
     ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
     ("starcoder2", {"mlp_type": "gated"}, "mlp_type"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("deepseek_v2", {"head_dim": 24}, "head_dim"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3}, "n_group"),
+    ("deepseek_v3", {"kv_lora_rank": 40}, "kv_lora_rank"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+    ("deepseek_v3", {"qk_head_dim": 32}, "qk_head_dim"),
+    ("deepseek_v3", {"kv_lora_rank": 1 << 16, "num_attention_heads": 4}, "num_attention_heads"),
+    ("deepseek_v3", {"n_group": 8}, "n_group"),
+    ("deepseek_v3", {"topk_group": 5}, "topk_group"),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, "topk_group"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"mlp_bias": True}, "mlp_bias"),
+    ("deepseek_v3", {"index_topk": 2048}, "index_topk"),
+    ("deepseek_v3", {"n_shared_experts": 1 << 16}, "n_shared_experts"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ("mistral4", {"n_group": 2}, "n_group"),
+    ("mistral4", {"rope_parameters": YARN}, "llama_4_scaling_beta"),
+    ("mistral4", {"sliding_window": 32}, "sliding_window"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ("gemma4_text", {"layer_types": [gemma4.FULL] * 4 + [gemma4.SLIDING]}, "layer_types"),
+    ("gemma4_text", {"sliding_window": 0}, "layer_types"),
+    ("gemma4_text", {"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
+    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+    ("gemma4_text", {"per_layer_config": {"4": {"head_dim": 48}}}, "num_kv_shared_layers"),
+    ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 48}}}, "per_layer_config"),
+    ("gemma4_text", {"per_layer_config": {"full_attention": {"head_dim": 48}}}, "per_layer_config"),
+    ("gemma4_text", {"per_layer_config": {"4": {"num_attention_heads": 2}}}, "num_attention_heads"),
+    ("gemma4_text", {"per_layer_config": {"4": 3}}, "4"),
+    ("gemma4_text", {"global_head_dim": 2**17}, "num_attention_heads"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input"),
+    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 2**16}, "hidden_size_per_layer_input"),
+    ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation"),
+    ("gemma4_text", {"attention_k_eq_v": "yes"}, "attention_k_eq_v"),
+    ("gemma4_text", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
+    ("gemma4_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma4_text", {"rope_parameters": {"linear_attention": {}}, "rope_theta": 1e4}, "rope_theta"),
+    (
+        "gemma4_text",
+        {"rope_parameters": {gemma4.FULL: {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor",
+    ),
+    ("gemma4_text", {**gemma4.EXPERTS, "top_k_experts": 9}, "top_k_experts"),
+    ("gemma4_text", {**gemma4.EXPERTS, "num_experts": None}, "num_experts"),
+    ("gemma4_unified_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+    ("gemma4_unified_text", {"num_global_key_value_heads": 3}, "num_attention_heads"),
+    ("gemma4_unified_text", {"enable_moe_block": True}, "enable_moe_block"),
 ]
 
 
-@pytest.mark.parametrize("family, overrides, name", REFUSED)
-def test_unsupported_options_are_named(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
-    write_config(tmp_path, family, **overrides)
-    with pytest.raises(CheckpointError, match=f"`{name}`"):
-        read_model_info(tmp_path)
+@pytest.mark.parametrize("family", dict.fromkeys(family for family, _, _ in REFUSED))
+def test_unsupported_options_are_named(family: str, tmp_path: Path):
+    for overrides, name in ((changes, name) for of, changes, name in REFUSED if of == family):
+        write_config(tmp_path, family, **overrides)
+        with pytest.raises(CheckpointError, match=f"`{name}`"):
+            read_model_info(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(
-            ("qwen3_5_text", f"linear_attn.{name}")
-            for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
-        ),
-        *(("qwen3_5_text", f"linear_attn.in_proj_{name}.weight") for name in ("qkv", "z", "a", "b")),
-        *(("qwen3_next", f"linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba")),
-        *(("lfm2", f"conv.{name}.weight") for name in ("conv", "in_proj", "out_proj")),
-        ("lfm2_moe", "conv.conv.weight"),
-    ],
-)
-def test_missing_and_wrong_tensors_of_states_are_named(family: str, name: str, tmp_path: Path):
-    path, full_name = write_checkpoint(tmp_path, family), f"model.layers.0.{name}"
-    change_tensors(path, **{full_name: lambda value: torch.cat((value, value))})
-    for open_ in (check_weights, load):
-        with pytest.raises(CheckpointError, match=rf"`{re.escape(full_name)}` is \[.*\], the config says"):
-            open_(path)
-    change_tensors(path, **{full_name: None})
-    for open_ in (check_weights, load):
-        with pytest.raises(CheckpointError, match=rf"`{re.escape(full_name)}` \[.*\] is missing"):
-            open_(path)
+STATE_TENSORS = {
+    "qwen3_5_text": (
+        "linear_attn.conv1d.weight linear_attn.A_log linear_attn.dt_bias linear_attn.norm.weight "
+        "linear_attn.in_proj_qkv.weight linear_attn.in_proj_z.weight linear_attn.in_proj_a.weight"
+    ),
+    "qwen3_next": "linear_attn.in_proj_qkvz.weight linear_attn.in_proj_ba.weight",
+    "lfm2": "conv.conv.weight conv.in_proj.weight conv.out_proj.weight",
+}
+
+
+@pytest.mark.parametrize("family", STATE_TENSORS)
+def test_missing_and_wrong_tensors_of_states_are_named(family: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path, family)
+    stored = load_file(path / "model.safetensors")
+    for name in (f"model.layers.0.{name}" for name in STATE_TENSORS[family].split()):
+        for value, message in (
+            (torch.cat((stored[name], stored[name])), "is .*, the config says"),
+            (None, ".* is missing"),
+        ):
+            change_tensors(path, **{name: value})
+            for open_ in (check_weights, load):
+                with pytest.raises(CheckpointError, match=f"`{re.escape(name)}` {message}"):
+                    open_(path)
+        change_tensors(path, **{name: stored[name]})
 
 
 @pytest.mark.parametrize(
@@ -430,9 +486,9 @@ WINDOWED = (
 )
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-def test_window_of_0_is_none(family: str, tmp_path: Path):
+def test_window_of_0_is_none(tmp_path: Path):
     """Transformers 5 writes it for Qwen2-MoE with windows off."""
-    values = write_config(tmp_path, family, sliding_window=0)
-    _, config = read_decoder(ConfigReader(values, family))
-    assert [layer_type.window for layer_type in config.layer_types] == [None] * len(config.layer_types)
+    for family in WINDOWED:
+        values = write_config(tmp_path, family, sliding_window=0)
+        _, config = read_decoder(ConfigReader(values, family))
+        assert [layer_type.window for layer_type in config.layer_types] == [None] * len(config.layer_types)

@@ -18,9 +18,12 @@ from torch.nn import functional as F
 
 from tests.support.heads import (
     AUX_LAYERS,
+    Layers,
     ReferenceHead,
     head_config,
     head_tensors,
+    projection_shapes,
+    random_tensor,
     record_aux_hidden_states,
     write_head,
 )
@@ -34,77 +37,12 @@ def layer_tensors(
     config: dict[str, Any], prefix: str, generator: torch.Generator, qk_norm: bool = False
 ) -> dict[str, Tensor]:
     """Random tensors of a decoder layer."""
-    size, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (size,),
-        "post_attention_layernorm": (size,),
-        "self_attn.q_proj": (q, size),
-        "self_attn.k_proj": (kv, size),
-        "self_attn.v_proj": (kv, size),
-        "self_attn.o_proj": (size, q),
-        "mlp.gate_proj": (inner, size),
-        "mlp.up_proj": (inner, size),
-        "mlp.down_proj": (size, inner),
-    }
+    size, dim = (config["hidden_size"],), (config["head_dim"],)
+    shapes = {f"{prefix}{name}.weight": size for name in ("input_layernorm", "post_attention_layernorm")}
+    shapes |= projection_shapes(config, prefix, config["hidden_size"])
     if qk_norm:
-        shapes |= {f"self_attn.{name}_norm": (dim,) for name in "qk"}
-    return {f"{prefix}{name}.weight": random_tensor(shape, generator) for name, shape in shapes.items()}
-
-
-def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    x = torch.randn(shape, generator=generator)
-    return 1 + 0.3 * x if len(shape) == 1 else x * (1.5 * shape[-1] ** -0.5)
-
-
-@dataclass
-class Layers:
-    """Attention and MLP of decoder layers over rows with any positions and mask."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    def __call__(self, x: Tensor, index: int, positions: Tensor, mask: Tensor, context: Tensor) -> Tensor:
-        """x [N, h] -> [N, h]; context [C, h]: rows that are only seen; mask bool [N, C + N]"""
-        prefix = f"layers.{index}."
-        y = self.norm(x, f"{prefix}input_layernorm")
-        keys = torch.cat((context, y))
-        x = x + self.attend(prefix, y, keys, positions, mask)
-        y = self.norm(x, f"{prefix}post_attention_layernorm")
-        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
-
-    def attend(self, prefix: str, y: Tensor, keys: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """y: the last rows of keys [C + N, ...]; positions [C + N]"""
-        q, k, v = (
-            self.project(each, f"{prefix}self_attn.{n}") for each, n in ((y, "q"), (keys, "k"), (keys, "v"))
-        )
-        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
-            q = self.norm(q, f"{prefix}self_attn.q_norm")
-            k = self.norm(k, f"{prefix}self_attn.k_norm")
-        q, k = self.rotate(q, positions[len(keys) - len(y) :]), self.rotate(k, positions)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        attended = F.scaled_dot_product_attention(
-            *(each.transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask
-        )
-        return F.linear(
-            attended[0].transpose(0, 1).flatten(1), self.tensors[f"{prefix}self_attn.o_proj.weight"]
-        )
-
-    def project(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.tensors[f"{name}_proj.weight"]).view(len(x), -1, self.config["head_dim"])
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        scale = x.square().mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
-        return x * scale * self.tensors[f"{name}.weight"]
-
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        angles = positions[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        left, right = x[..., :half], x[..., half:]
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": dim for name in "qk"}
+    return {name: random_tensor(shape, generator) for name, shape in shapes.items()}
 
 
 @dataclass
@@ -222,17 +160,6 @@ class ReferencePEagle(ReferenceHead):
         first, rest = logits[: num - 1, None], logits[num - 1 :].view(num - 1, count - 1, logits.shape[1])
         none = logits.new_zeros(1, count, logits.shape[-1])
         return torch.cat((none, torch.cat((first, rest), 1)))
-
-    def first_layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        prefix = self.prefix
-        embedded = self.norm(self.embedding[tokens], f"{prefix}input_layernorm")
-        normalized = self.norm(hidden, f"{prefix}hidden_norm")
-        residual = normalized if self.norm_before_residual else hidden
-        pair = torch.cat((embedded, normalized), -1)
-        x = residual + Layers(self.config, self.tensors).attend(prefix, pair, pair, positions, mask)
-        y = self.norm(x, f"{prefix}post_attention_layernorm")
-        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
 
 
 BlockReference = ReferenceDFlash | ReferencePEagle

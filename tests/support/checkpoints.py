@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from tests.support import gemma4_checkpoints as gemma4
-from tests.support.layouts import LAYOUT_OPTIONS, LAYOUTS, Shapes, layout_shapes
+from tests.support.layouts import GRANITE, LAYOUT_OPTIONS, LAYOUTS, YARN, Shapes, layout_shapes, linear_shapes
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "i n", "th e", "Ġ the", "a n", "e r", "o n", "Ġ a", "in g", "Ġ t")
@@ -61,18 +61,6 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "sliding_window": 24,
     "tie_word_embeddings": True,
-}
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-GRANITE: dict[str, Any] = {
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 1.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
 DELTA_NET: dict[str, Any] = {
@@ -459,10 +447,6 @@ def _norm_center(name: str, family: str) -> float:
     if family.startswith("gemma4"):  # no offset; scores have no scale
         return 0.6 if "q_norm" in name or "k_norm" in name else 1.0
     return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
-
-
-def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:
-    return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
 
 
 def norm_shapes(name: str, size: int) -> Shapes:

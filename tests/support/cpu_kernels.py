@@ -44,10 +44,12 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Bit equality; all NaN are equal, 0.0 differs from -0.0."""
-    ints = torch.int32 if left.dtype == torch.float32 else torch.int16
-    left, right = (
-        torch.where(values.isnan(), torch.full_like(values, torch.nan), values) for values in (left, right)
-    )
-    return left.dtype == right.dtype and torch.equal(
-        left.contiguous().view(ints), right.contiguous().view(ints)
-    )
+    return left.dtype == right.dtype and torch.equal(bits(left), bits(right))
+
+
+def bits(values: Tensor) -> Tensor:
+    """Bytes as integers; all NaN bits count as one value."""
+    if values.is_floating_point():
+        values = torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(integers[values.itemsize])

@@ -6,9 +6,10 @@ it is collected. So a step in flight has written to its blocks, whatever happens
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from foreword.core.request import Request, RequestState
 from foreword.cuda_graphs.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SupportsDecodeLoop
 from foreword.engine.engine import Engine
 from foreword.engine.overlap_scheduling import OverlapLoop, make_overlap_loop
-from foreword.kernels.ops import DraftTokens, Ops
+from foreword.kernels.ops import DraftJob, DraftTokens, Ops
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
-from foreword.speculation.drafters.draft_model import ModelDrafter
+from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter
+from foreword.speculation.drafters.eager_draft_loop import EagerDraftLoop
+from foreword.speculation.engine_drafter import DraftRequest
 
 FAR_LENGTH = 1 << 20
+NO_DRAFT = DraftTokens((), ())
 
 
 def use_overlap(
@@ -73,6 +77,7 @@ class TwinForward:
         self.made: dict[int | None, TwinDecodeLoop] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
+        assert int(batch.positions.max()) < self.max_len, "a position exceeds the context of the model"
         return self.forward(batch)
 
     def get_decode_loop(
@@ -88,14 +93,6 @@ class TwinForward:
             self.made[key] = TwinDecodeLoop(self, drafter, block_size, never_sampled_ids, with_hashes)
         return self.made[key]
 
-    @torch.inference_mode()
-    def logits(self, chunks: Sequence[Chunk], block_size: int) -> Tensor:
-        """Logits [R, V] of the sampled rows."""
-        assert all(chunk.start + len(chunk.token_ids) <= self.max_len for chunk in chunks), (
-            "a position exceeds the context of the model"
-        )
-        return self.forward(build_batch(chunks, block_size, self.ops.row_tile, "cpu")).clone()
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -103,8 +100,7 @@ class _Slot:
     blocks: Sequence[int]
     draft_blocks: Sequence[int]
     alive: bool = True
-    draft_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    draft: DraftTokens = NO_DRAFT
 
     @property
     def token_ids(self) -> list[int]:
@@ -129,7 +125,8 @@ class TwinDecodeLoop:
         if drafter is not None:
             unused_ids = [i for i in never_sampled_ids.tolist() if i < drafter.vocab_size]
             unused_ids += range(target.vocab_size, drafter.vocab_size)
-            self._draft_sampler = Sampler(drafter.ops, drafter.vocab_size, unused_ids)
+            sampler = Sampler(drafter.ops, drafter.vocab_size, unused_ids)
+            self._draft_loop = EagerDraftLoop(drafter, drafter.ops, sampler, block_size, "cpu")
         self._slots: list[_Slot] = []
         self._in_flight: deque[dict[int, DecodeResult]] = deque()
         self._uncommitted: list[_Slot] = []
@@ -161,10 +158,7 @@ class TwinDecodeLoop:
         results = []
         if slots:
             logits = self._forward(slots, num_draft_tokens)
-            rows = [
-                SampleRow(s.state, tuple(s.draft_ids[:n])) for s in slots for n in range(len(s.draft_ids) + 1)
-            ]
-            sampled = self._sampler(logits, rows)
+            sampled = self._sampler(logits, sample_rows((s.state, s.draft) for s in slots))
             results = self._verify(slots, sampled.token_ids, sampled.logits_hashes)
         self._in_flight.append(dict(zip(indices, results, strict=True)))
         self.launched += 1
@@ -186,7 +180,7 @@ class TwinDecodeLoop:
         for index, slot in enumerate(self._uncommitted):
             if not slot.alive:
                 logits[index * (1 + num_draft_tokens) : (index + 1) * (1 + num_draft_tokens)] = 0.0
-        drafts = [DraftTokens(tuple(slot.draft_ids), tuple(slot.logprobs)) for slot in self._uncommitted]
+        drafts = [slot.draft for slot in self._uncommitted]
         self.launched += 1
         return ForwardResult(logits, (lambda: drafts) if num_draft_tokens else None)
 
@@ -199,39 +193,25 @@ class TwinDecodeLoop:
     def _forward(self, slots: Sequence[_Slot], num_draft_tokens: int) -> Tensor:
         """Logits of the last token of each slot, and of its new draft."""
         if self._drafter is not None:
-            self._draft(self._drafter, slots, num_draft_tokens)
-        chunks = [
-            Chunk(
-                [slot.token_ids[-1], *slot.draft_ids],
-                len(slot.token_ids) - 1,
-                slot.blocks,
-                1 + len(slot.draft_ids),
-            )
-            for slot in slots
-        ]
-        return self._target.logits(chunks, self._block_size)
-
-    def _draft(self, drafter: TwinForward, slots: Sequence[_Slot], num_draft: int) -> None:
-        """Recompute the last two tokens, then draft one token per pass."""
+            self._draft(self._drafter.vocab_size, slots, num_draft_tokens)
         chunks = []
         for slot in slots:
-            slot.draft_ids, slot.logprobs = [], []
-            token_ids = [token_id if token_id < drafter.vocab_size else 0 for token_id in slot.token_ids[-2:]]
-            chunks.append(Chunk(token_ids, len(slot.token_ids) - len(token_ids), slot.draft_blocks, 1))
-        for _ in range(num_draft):
-            logits = drafter.logits(chunks, self._block_size)
-            rows = [SampleRow(slot.state, tuple(slot.draft_ids)) for slot in slots]
-            drafted = self._draft_sampler(logits, rows, logprobs=False).token_ids
-            scores = torch.log_softmax(logits.double(), 1)
-            for index, (slot, token_id) in enumerate(zip(slots, drafted, strict=True)):
-                slot.draft_ids.append(max(token_id, 0))
-                slot.logprobs.append(min(float(scores[index, max(token_id, 0)]), 0.0))
-            chunks = [
-                Chunk(
-                    slot.draft_ids[-1:], len(slot.token_ids) + len(slot.draft_ids) - 1, slot.draft_blocks, 1
-                )
-                for slot in slots
-            ]
+            token_ids = [slot.token_ids[-1], *slot.draft.token_ids]
+            chunks.append(Chunk(token_ids, len(slot.token_ids) - 1, slot.blocks, len(token_ids)))
+        return self._target(build_batch(chunks, self._block_size, self._target.ops.row_tile, "cpu")).clone()
+
+    def _draft(self, vocab_size: int, slots: Sequence[_Slot], num_draft: int) -> None:
+        """Recompute the last two tokens, then draft one token per pass."""
+        jobs = []
+        for slot in slots:
+            num_tokens = len(slot.token_ids)
+            known = [token_id if token_id < vocab_size else 0 for token_id in slot.token_ids[-2:]]
+            sampling = DraftState.from_state(slot.state, vocab_size).sampling
+            place = num_tokens - len(known), slot.draft_blocks, num_tokens
+            jobs.append(DraftJob(known, *place, num_draft, -math.inf, sampling))
+        drafts = self._draft_loop.draft([DraftRequest(slot.state) for slot in slots], jobs)
+        for slot, draft in zip(slots, drafts, strict=True):
+            slot.draft = draft
 
     def _verify(
         self, slots: Sequence[_Slot], sampled_ids: Sequence[int], hashes: Sequence[int]
@@ -239,17 +219,24 @@ class TwinDecodeLoop:
         """Advance the slots by what their rows sampled."""
         results, first = [], 0
         for slot in slots:
-            end = first + len(slot.draft_ids) + 1
-            count = verify(sampled_ids[first:end], slot.draft_ids) + 1
-            token_ids, draft = (
-                tuple(sampled_ids[first : first + count]),
-                (tuple(slot.draft_ids), tuple(slot.logprobs)),
-            )
-            results.append(DecodeResult(token_ids, *draft, tuple(hashes[first : first + count])))
+            draft = slot.draft
+            end = first + len(draft.token_ids) + 1
+            count = verify(sampled_ids[first:end], draft.token_ids) + 1
+            token_ids, kept = tuple(sampled_ids[first : first + count]), tuple(hashes[first : first + count])
+            results.append(DecodeResult(token_ids, draft.token_ids, draft.logprobs, kept))
             slot.alive = token_ids[-1] >= 0
             slot.token_ids.extend(token_id for token_id in token_ids if token_id >= 0)
             first = end
         return results
+
+
+def sample_rows(drafts: Iterable[tuple[RequestState, DraftTokens]]) -> list[SampleRow]:
+    """Rows of the last tokens and of each draft token."""
+    return [
+        SampleRow(state, draft.token_ids[:place])
+        for state, draft in drafts
+        for place in range(len(draft.token_ids) + 1)
+    ]
 
 
 def _state(slot: DecodeSlot) -> RequestState:

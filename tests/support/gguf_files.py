@@ -20,6 +20,7 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foreword.models.model_loader import check_weights, read_model_info
 from foreword.weights.gguf.tensor_names import gguf_name
 from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import (
@@ -29,6 +30,7 @@ from tests.support.checkpoints import (
     MAMBA2_FAMILIES,
     MOE_FAMILIES,
 )
+from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_written_names import WRITTEN
 from tests.support.layouts import LAYER_NORM_FAMILIES
 
@@ -196,6 +198,16 @@ def write_gguf(
         more(writer)
     finish(writer)
     return path
+
+
+def check_same_model(checkpoint: Path, file: Path) -> None:
+    """A file of floats has the checkpoint's logits in every bit, its parameters and sizes of caches."""
+    prompt = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7)).tolist()
+    assert torch.equal(ForwardHelper(file).logits(prompt), ForwardHelper(checkpoint).logits(prompt))
+    ours, theirs = read_model_info(file), read_model_info(checkpoint)
+    assert (ours.parameters, ours.state_shapes) == (theirs.parameters, theirs.state_shapes)
+    assert ours.kv_values_per_token == theirs.kv_values_per_token
+    assert check_weights(file) > 0
 
 
 def _mtp_name(name: str, config: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from foreword.core.batch import Batch, HeadCache, HeadShape, KVShape
 from tests.support.checkpoints import write_json
 from tests.support.forward_helpers import ForwardHelper
+from tests.support.gguf_files import finish
 
 HEAD_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -36,6 +37,64 @@ HEAD_CONFIG: dict[str, Any] = {
 }
 AUX_LAYERS = (0, 1, 2)
 MAX_TRAINED = 256  # tokens of a text
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    x = torch.randn(shape, generator=generator)
+    return 1 + 0.3 * x if len(shape) == 1 else x * (1.5 * shape[-1] ** -0.5)
+
+
+@dataclass
+class Layers:
+    """Attention and MLP of decoder layers over rows with any positions and mask."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def __call__(self, x: Tensor, index: int, positions: Tensor, mask: Tensor, context: Tensor) -> Tensor:
+        """x [N, h] -> [N, h]; context [C, h]: rows that are only seen; mask bool [N, C + N]"""
+        prefix = f"layers.{index}."
+        y = self.norm(x, f"{prefix}input_layernorm")
+        keys = torch.cat((context, y))
+        x = x + self.attend(prefix, y, keys, positions, mask)
+        return x + self.mlp(prefix, x)
+
+    def mlp(self, prefix: str, x: Tensor) -> Tensor:
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
+
+    def attend(self, prefix: str, y: Tensor, keys: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """y: the last rows of keys [C + N, ...]; positions [C + N]"""
+        q, k, v = (
+            self.project(each, f"{prefix}self_attn.{n}") for each, n in ((y, "q"), (keys, "k"), (keys, "v"))
+        )
+        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
+            q = self.norm(q, f"{prefix}self_attn.q_norm")
+            k = self.norm(k, f"{prefix}self_attn.k_norm")
+        q, k = self.rotate(q, positions[len(keys) - len(y) :]), self.rotate(k, positions)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        attended = F.scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask
+        )
+        return F.linear(
+            attended[0].transpose(0, 1).flatten(1), self.tensors[f"{prefix}self_attn.o_proj.weight"]
+        )
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.tensors[f"{name}_proj.weight"]).view(len(x), -1, self.config["head_dim"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = x.square().mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        left, right = x[..., :half], x[..., half:]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
 
 @dataclass
@@ -82,60 +141,49 @@ class ReferenceHead:
 
     def layer(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs (token i + 1, hidden state i) -> the layer's output, and that after the norm: [L, h] each."""
-        config, prefix = self.config, self.prefix
-        embedded = self.norm(self.embedding[token_ids], f"{prefix}input_layernorm")
+        positions = torch.arange(len(token_ids))
+        x = self.first_layer(hidden, token_ids, positions, positions[None] <= positions[:, None])
+        return x, self.norm(x, "norm")
+
+    def first_layer(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Pairs with any positions [N] and mask bool [N, N] -> [N, h]"""
+        layers, prefix = Layers(self.config, self.tensors), self.prefix
+        embedded = self.norm(self.embedding[tokens], f"{prefix}input_layernorm")
         normalized = self.norm(hidden, f"{prefix}hidden_norm")
         residual = normalized if self.norm_before_residual else hidden
         pair = torch.cat((embedded, normalized), -1)
-        heads, dim = config["num_attention_heads"], config["head_dim"]
-        q, k, v = (self.project(pair, name).view(len(pair), -1, dim) for name in ("q", "k", "v"))
-        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
-            q = self.norm(q, f"{prefix}self_attn.q_norm")
-            k = self.norm(k, f"{prefix}self_attn.k_norm")
-        q, k = self.rotate(q), self.rotate(k)
-        group = heads // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        options = {"is_causal": True, "scale": dim**-0.5}
-        attended = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **options)
-        x = residual + self.project(attended[0].transpose(0, 1).flatten(1), "o")
-        y = self.norm(x, f"{prefix}post_attention_layernorm")
-        gate, up = (F.linear(y, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        x = x + F.linear(F.silu(gate) * up, self.tensors[f"{prefix}mlp.down_proj.weight"])
-        return x, self.norm(x, "norm")
-
-    def project(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.tensors[f"{self.prefix}self_attn.{name}_proj.weight"])
+        x = residual + layers.attend(prefix, pair, pair, positions, mask)
+        return x + layers.mlp(prefix, x)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        scale = x.square().mean(-1, keepdim=True).add(self.config["rms_norm_eps"]).rsqrt()
-        return x * scale * self.tensors[f"{name}.weight"]
+        return Layers(self.config, self.tensors).norm(x, name)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """RoPE by the index of the pair; x [L, heads, D]."""
-        half = x.shape[-1] // 2
-        angles = torch.arange(len(x))[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        left, right = x[..., :half], x[..., half:]
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+def projection_shapes(config: dict[str, Any], prefix: str, inputs: int) -> dict[str, tuple[int, ...]]:
+    """Of attention that reads `inputs` values, and of the MLP."""
+    size, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return {
+        f"{prefix}self_attn.q_proj.weight": (q, inputs),
+        f"{prefix}self_attn.k_proj.weight": (kv, inputs),
+        f"{prefix}self_attn.v_proj.weight": (kv, inputs),
+        f"{prefix}self_attn.o_proj.weight": (size, q),
+        f"{prefix}mlp.gate_proj.weight": (inner, size),
+        f"{prefix}mlp.up_proj.weight": (inner, size),
+        f"{prefix}mlp.down_proj.weight": (size, inner),
+    }
 
 
 def head_tensors(
     config: dict[str, Any], target_size: int = 64, prefix: str = "midlayer.", seed: int = 0, **options: bool
 ) -> dict[str, Tensor]:
     """Random tensors of a head without embedding, in float32."""
-    size, dim, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    size, dim = config["hidden_size"], config["head_dim"]
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, 3 * target_size),
-        **{f"{prefix}{name}.weight": (size,) for name in ("input_layernorm", "hidden_norm")},
-        f"{prefix}post_attention_layernorm.weight": (size,),
-        f"{prefix}self_attn.q_proj.weight": (q, 2 * size),
-        f"{prefix}self_attn.k_proj.weight": (kv, 2 * size),
-        f"{prefix}self_attn.v_proj.weight": (kv, 2 * size),
-        f"{prefix}self_attn.o_proj.weight": (size, q),
-        f"{prefix}mlp.gate_proj.weight": (inner, size),
-        f"{prefix}mlp.up_proj.weight": (inner, size),
-        f"{prefix}mlp.down_proj.weight": (size, inner),
+        **{f"{prefix}{name}.weight": (size,) for name in norms},
+        **projection_shapes(config, prefix, 2 * size),
         "norm.weight": (size,),
         "lm_head.weight": (config.get("draft_vocab_size", config["vocab_size"]), size),
     }
@@ -146,10 +194,7 @@ def head_tensors(
     if options.get("qk_norm"):
         shapes |= {f"{prefix}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {
-        name: 1 + 0.3 * x if x.dim() == 1 else x * (1.5 * x.shape[1] ** -0.5) for name, x in tensors.items()
-    }
+    return {name: random_tensor(shape, generator) for name, shape in shapes.items()}
 
 
 def add_vocab(tensors: dict[str, Tensor], vocab_size: int, draft_size: int, seed: int = 0) -> None:
@@ -226,10 +271,7 @@ def write_gguf_head(
             writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
         elif name != "t2d":
             writer.add_tensor(*_gguf_tensor(name, value, dim))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -44,13 +44,6 @@ def random_rows(
     return st.builds(build, st.integers(1, max_width), lines)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bit equality; all NaN are equal, 0.0 differs from -0.0."""
-    if a.dtype == torch.float32:
-        a, b = (torch.where(x.isnan(), 1e38, x).view(torch.int32) for x in (a, b))
-    return torch.equal(a, b)
-
-
 class RowDependentOps(ReferenceOps):
     """The negative control of exactness: the number of rows chooses where each sum of a product is split.
 

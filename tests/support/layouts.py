@@ -434,7 +434,7 @@ def layout_shapes(layout: Layout, config: dict[str, Any]) -> Shapes:
         **_norm(layout, f"{layout.body}.{layout.last_norm}", hidden),
     }
     if not config["tie_word_embeddings"]:
-        result |= _linear("lm_head", vocab, hidden, layout.head_bias(config))
+        result |= linear_shapes("lm_head", vocab, hidden, layout.head_bias(config))
     for index in range(config.get("num_layers") or config["num_hidden_layers"]):
         layer = _attention(layout, config)
         for name in layout.norms:
@@ -450,7 +450,7 @@ def layout_shapes(layout: Layout, config: dict[str, Any]) -> Shapes:
     return result
 
 
-def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Shapes:
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:
     return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
 
 
@@ -465,8 +465,8 @@ def _attention(layout: Layout, config: dict[str, Any]) -> Shapes:
     sizes = (q, kv, kv) if len(layout.qkv) > 1 else (q + 2 * kv,)
     result: Shapes = {}
     for name, size in zip(layout.qkv, sizes, strict=True):
-        result |= _linear(name, size, hidden, layout.qkv_bias(config))
-    result |= _linear(layout.out, hidden, q, layout.out_bias(config))
+        result |= linear_shapes(name, size, hidden, layout.qkv_bias(config))
+    result |= linear_shapes(layout.out, hidden, q, layout.out_bias(config))
     if layout.qk_norm_option(config):
         for name, size in zip(layout.qk_norms, (q, kv), strict=False):
             shape = (size if layout.norms_all_heads else head_dim,)
@@ -480,10 +480,10 @@ def _mlp(layout: Layout, config: dict[str, Any], name: str, size: int) -> Shapes
     hidden, bias = config["hidden_size"], layout.mlp_bias(config)
     result: Shapes = {}
     for part in layout.gate_up:
-        result |= _linear(f"{name}.{part}", size * (1 + layout.fuses_gate_up), hidden, bias)
+        result |= linear_shapes(f"{name}.{part}", size * (1 + layout.fuses_gate_up), hidden, bias)
     if layout.xielu:
         result |= {f"{name}.act_fn.{part}": shape for part, shape in XIELU_SHAPES.items()}
-    return result | _linear(f"{name}.{layout.down}", hidden, size, bias)
+    return result | linear_shapes(f"{name}.{layout.down}", hidden, size, bias)
 
 
 XIELU_SHAPES: Shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foreword.weights.gguf.tensor_names import gguf_name
 from tests.support.checkpoints import write_json
+from tests.support.gguf_files import finish
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value", "dense")
 # Branches with state: Gated DeltaNet, and short convolutions, whose out_proj is also that of LFM2's attention
@@ -149,8 +150,5 @@ def write_gguf_adapter(
             array = gguf.quants.quantize(array, kind)
         target = f"{gguf_name(f'{module}.weight', architecture)}.lora_{letter.lower()}"
         writer.add_tensor(target, array, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

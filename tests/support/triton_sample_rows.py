@@ -9,8 +9,9 @@ from torch import Tensor
 from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
 from tests.support import kernel_rows as rows
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, same_bits
+from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row
 
 BLOCK = 32
 EXTREMES = (3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0, 2.0**-126, 1.0, -1.0)

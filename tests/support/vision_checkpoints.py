@@ -23,13 +23,13 @@ from tests.support.checkpoints import (
     COMMON,
     IMAGE_CHAT_TEMPLATE,
     Shapes,
-    linear_shapes,
     norm_shapes,
     random_weights,
     write_json,
     write_tokenizer,
 )
 from tests.support.checkpoints import FAMILIES as TEXT_FAMILIES
+from tests.support.layouts import linear_shapes
 
 IMAGE_TOKEN_ID = 270  # after the bytes, special tokens and merges
 CLIP_COLOURS: dict[str, Any] = {

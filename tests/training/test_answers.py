@@ -28,9 +28,8 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
+def test_wrong_lines_are_named(tmp_path: Path) -> None:
+    for line, problem in [
         ("{", "not JSON"),
         ("[]", "must be an object, got []"),
         ({}, "must have one of messages, prompt, text, and has none of them, but nothing"),
@@ -45,13 +44,11 @@ def write(path: Path, *lines: Any) -> Path:
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content must be a text, got None"),
         ({"messages": [ASSISTANT]}, "messages has no message before the assistant's"),
         ({"messages": [USER], "tools": [{}]}, "tools are not supported"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
-    path = write(tmp_path / "data", {"prompt": "fine"}, "", line)
-    with pytest.raises(ConfigError) as caught:
-        read_prompts(path)
-    assert f"{path}, line 3: " in caught.value.message and problem in caught.value.message
+    ]:
+        path = write(tmp_path / "data", {"prompt": "fine"}, "", line)
+        with pytest.raises(ConfigError) as caught:
+            read_prompts(path)
+        assert f"{path}, line 3: " in caught.value.message and problem in caught.value.message
 
 
 def test_files_without_prompts_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support import gemma4_checkpoints as gemma4
 from tests.support.checkpoints import write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.gguf_files import Kind, quantize, write_gguf
+from tests.support.gguf_files import Kind, check_same_model, quantize, write_gguf
 
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "global_head_dim": 64}
@@ -47,11 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> None:
     family, options, keys = CASES[case]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **options)
-    file = write_gguf(checkpoint, tmp_path / "model.gguf", **keys)
-    assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(checkpoint).logits(PROMPT))
-    ours, theirs = read_model_info(file), read_model_info(checkpoint)
-    assert (ours.parameters, ours.kv_values_per_token) == (theirs.parameters, theirs.kv_values_per_token)
-    assert check_weights(file) > 0
+    check_same_model(checkpoint, write_gguf(checkpoint, tmp_path / "model.gguf", **keys))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
@@ -99,9 +95,9 @@ def test_unread_keys_and_values_of_shared_layers_are_ignored(tmp_path: Path) -> 
     assert read_model_info(file) == read_model_info(plain)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_unsupported_keys_are_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "gemma4_text")
+    for keys, message in (
         ({"attention__key_length_swa": 24}, "value_length_swa` must be 24"),
         ({"rope__dimension_count": 16}, "rope.dimension_count` must be 32"),
         ({"attention__head_count_kv": [2, 1]}, "head_count_kv` must be a number or 5 numbers"),
@@ -114,13 +110,10 @@ def test_unread_keys_and_values_of_shared_layers_are_ignored(tmp_path: Path) -> 
         ({"embedding_length_per_layer_input": 0}, "embedding_length_per_layer_input` is 0, but"),
         ({"attention__shared_kv_layers": 1}, "shared_kv_layers` is 1, but `blk.3.attn_k.weight` is missing"),
         ({"attention__sliding_window_pattern": 2}, "head_count` makes"),
-    ],
-)
-def test_unsupported_keys_are_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", "gemma4_text")
-    file = write_gguf(checkpoint, tmp_path / "model.gguf", **keys)
-    with pytest.raises(CheckpointError, match=message):
-        check_weights(file)
+    ):
+        file = write_gguf(checkpoint, tmp_path / "model.gguf", **keys)
+        with pytest.raises(CheckpointError, match=message):
+            check_weights(file)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
+def test_name_that_is_no_hub_id_is_answered(models: Path) -> None:
+    for name, answer in [
         ("/nowhere/at/all", "there is no directory or file /nowhere/at/all: / has no nowhere; it has "),
         ("", "the model's name is empty"),
         ("./missing", "there is no directory or file ./missing: this directory has no missing; a model is"),
@@ -70,12 +69,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("empty", "empty has no config.json; a checkpoint is a directory with config.json"),
         ("some name/x", "there is no directory or file some name/x"),
-    ],
-)
-def test_name_that_is_no_hub_id_is_answered(name: str, answer: str, models: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        resolve_path(name)
-    assert answer in str(caught.value) and "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            resolve_path(name)
+        assert answer in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_adapter_names_its_base(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -18,15 +17,11 @@ from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, argument_types, compile_all
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 PLAIN, FUSED = DecodeOps(), TritonDecodeOps()
 BLOCK_SIZE, BLOCKS = 4, 8
 counts, widths, seeds = st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 def equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -22,14 +21,9 @@ from foreword.kernels.triton.elementwise import (
     softcap,
 )
 from tests.support.budget import examples
-from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, argument_types, compile_all
 
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gpt_oss", "relu2"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,18 +19,14 @@ from foreword.kernels.triton.backend import TritonFastMath, TritonOps
 from foreword.kernels.triton.experts import max_row_tiles
 from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, Tile
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 from tests.support.triton_compile import KernelSource, compile_all
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 KINDS = ("float32", "int8", "fp8", "int4")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 def normal(*shape: int, seed: int) -> Tensor:

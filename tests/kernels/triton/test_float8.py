@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import triton
@@ -13,15 +11,10 @@ from hypothesis import strategies as st
 
 from foreword.kernels.triton.gemm_pack import from_float8, to_float8
 from tests.support.budget import examples
-from tests.support.device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 WIDTH = 256
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from tests.support.host_decode_loop import (
     HostDecodeLoop,
     blocks_of,
     compute_prompts,
-    copy_states,
     slot_of,
 )
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot
@@ -78,7 +77,7 @@ def test_decode_loop_matches_host_decoding(path: Path) -> None:
             BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS), drafter.forward, with_hashes=True
         )
         rounds.start([slot_of(n, state, CONTEXT_LEN, drafted=True) for n, state in enumerate(states)])
-        host = HostDecodeLoop(plain_target, plain_drafter, copy_states(states))
+        host = HostDecodeLoop(plain_target, plain_drafter, states)
         rounds.launch([0, 1], 1)
         rounds.launch([1], 0)
         assert rounds.collect() == host.round([0, 1], 1)

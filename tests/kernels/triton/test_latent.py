@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,18 +9,14 @@ from torch import Tensor
 from foreword.core.batch import KVLayer
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonFastMath, TritonOps
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 from tests.support.scattered_kv import ScatteredKV, agree
 from tests.support.triton_interpreter import exact_dot
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 CACHES = (torch.float32, torch.int8, torch.float8_e4m3fn)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -20,8 +20,8 @@ from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, WIDE_TILES, Tile
 from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, num_splits
 from foreword.kernels.triton.linear import TritonLinear
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import (
     random_blocks,
     random_float8_blocks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,16 +17,12 @@ from foreword.kernels.ops import LoraTable
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonFastMath, TritonOps
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 from tests.support.triton_compile import KernelSource, compile_all
 from tests.support.triton_interpreter import exact_dot
 
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

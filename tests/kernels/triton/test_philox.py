@@ -11,8 +11,8 @@ from torch import Tensor
 from foreword.kernels.reference import sampling as reference
 from foreword.kernels.triton.philox import max_noise, noise, philox, random_words, uniform, words_of_ids
 from tests.kernels.test_sampling import KNOWN_ANSWERS
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 
 BLOCK = 1 << 15
 KEYS = [(0, 0), (-(2**63), 2**32 - 1), (-1, 5), (2**63 - 1, 2**31), (0x299F31D0A4093822, 77)]

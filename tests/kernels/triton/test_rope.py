@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from foreword.kernels.ops import MRopeSections
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
 from tests.support.budget import examples
-from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 REFERENCE = ReferenceOps()
 AXES = [
@@ -29,12 +29,6 @@ AXES = [
     MRopeSections((8, 3, 1), True),
 ]
 STORED = [torch.float32, torch.int8, torch.float8_e4m3fn]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 def cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:

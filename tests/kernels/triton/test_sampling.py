@@ -14,8 +14,9 @@ from foreword.kernels.reference.sampling import gumbel
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.logits_processors import active_processors
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import make_row, same_bits
+from tests.support.kernel_rows import make_row
 from tests.support.sample_rows import VOCAB_SIZE, apply
 from tests.support.sample_rows import make_row as make_sample_row
 from tests.support.triton_sample_rows import (

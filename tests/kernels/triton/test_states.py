@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, zip_longest
@@ -20,10 +20,12 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonOps
 from foreword.kernels.triton.states import COLUMN_BLOCK, CONV_BLOCK, NUM_WARPS, ROW_TILES
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import same_bits
 from tests.support.triton_compile import KernelSource, argument_types, compile_all
 from tests.support.triton_interpreter import IS_INTERPRETED, program_order
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 CONV = StateShape(channels=20, kernel_size=3)
 DELTA = StateShape(8, 4, key_heads=1, value_heads=1, key_dim=16, value_dim=32)
@@ -32,12 +34,6 @@ GROUPED = StateShape(8, 4, key_heads=2, value_heads=6, key_dim=48, value_dim=16)
 REQUESTS = 2
 MAX_ROWS = 9
 LENGTH = 2 * SEGMENT + 9  # tokens of a request
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_device() -> Iterator[None]:
-    with torch.device(DEVICE):
-        yield
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -22,8 +22,9 @@ from foreword.kernels.triton.topk import (
     sort_keys,
 )
 from tests.support.budget import examples
+from tests.support.cpu_kernels import same_bits
 from tests.support.device import DEVICE
-from tests.support.kernel_rows import make_row, same_bits
+from tests.support.kernel_rows import make_row
 from tests.support.triton_interpreter import IS_INTERPRETED, program_order
 from tests.support.triton_sample_rows import assert_same, random_few_rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,8 @@ from foreword.core.batch import Chunk, build_batch
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.errors import CheckpointError
-from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Ops
-from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kv_cache.storage import KVStorage
-from foreword.models.heads.head_loader import load_head, read_head_info
-from foreword.models.interfaces import Precision
-from foreword.models.model_loader import load_model
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams
+from foreword.models.heads.head_loader import read_head_info
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.drafters.head import HeadDrafter
 from foreword.speculation.engine_drafter import DraftRequest
@@ -42,15 +38,16 @@ from tests.support.block_heads import (
 )
 from tests.support.checkpoints import change_config, change_tensors, write_checkpoint
 from tests.support.cpu_kernels import isas_under_test
+from tests.support.gguf_files import finish
+from tests.support.head_runner import BACKENDS, BLOCK_SIZE, HeadRunner, check_memory
+from tests.support.head_runner import GREEDY as GREEDY_SAMPLING
 from tests.support.heads import AUX_LAYERS, add_vocab, head_tensors, record_aux_hidden_states, write_head
 
-BLOCK_SIZE = 8  # of the cache
 COUNT = 7
 DRAFT_SIZE = 90
 TEXT = [(37 * i * i + 11 * i) % 250 for i in range(70)]  # some blocks of the cache
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (2, 3, 8, 9, 33, len(TEXT))
-BACKENDS = ("reference", *isas_under_test())
 SWA = {"sliding_window": 12, "use_sliding_window": True}
 SPECFORGE_KEYS = ("attention_mode", "confidence_head_alpha", "projector_type")
 SPECULATORS = {
@@ -248,61 +245,41 @@ def deepspec_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**outer, **own, **options, "architectures": ["Qwen3DSparkModel"]}
 
 
-class Runner:
-    """A target with its head on one backend, and a request in shuffled blocks with scratch blocks behind."""
+class Runner(HeadRunner):
+    """Drafts are blocks in one pass."""
 
-    def __init__(self, bed: Bed, ops: Ops, max_len: int = 128) -> None:
-        precision = Precision.from_dtypes("float32")
-        self.bed, self.ops = bed, ops
-        self.target = load_model(bed.model, ops, precision, "cpu", max_len)
-        self.head = self.target.head = load_head(bed.path, self.target, ops, precision, "cpu", max_len)
-        num_blocks = max_len // BLOCK_SIZE
-        options = {"head": self.head.cache_shape, "num_draft_blocks": 4}
-        self.kv = KVStorage(num_blocks, BLOCK_SIZE, self.target.cache_shapes, "float32", **options)
-        assert self.kv.head is not None
-        self.cache = self.kv.head
-        self.forward = self.target.compile_logits(self.kv)
-        self.draft = self.head.compile_draft(self.kv)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
-        self.blocks = (order + 1).tolist()
-        self.scratch = [num_blocks + 1 + i for i in range(4)]
-
-    def commit(self, start: int, end: int) -> None:
-        """A pass of the target over TEXT[start:end]."""
-        self.run(self.forward, [Chunk(TEXT[start:end], start, self.blocks, 1)])
+    def __init__(self, bed: Bed, backend: str) -> None:
+        super().__init__(bed.model, bed.path, backend, TEXT, num_scratch=4)
+        self.bed, self.head = bed, self.target.head
 
     def job(self, length: int) -> DraftJob:
         """A draft of COUNT tokens after TEXT[:length], of which the target has computed all but one."""
-        greedy = DraftSamplingParams(seed=0, greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         parallel = self.head.parallel
         assert parallel is not None
         token_ids = [TEXT[length - 1], *[parallel.mask_token_id] * (self.bed.rows - 1)]
         blocks = [*self.blocks[: -(-length // BLOCK_SIZE)], *self.scratch[:2]]
         slot = self.cache.mask_slot if parallel.reads_mask_state else None
         options = {"in_one_pass": True, "mask_slot": slot}
-        return DraftJob(token_ids, length - 1, blocks, length, COUNT, -1e9, greedy, **options)
+        return DraftJob(token_ids, length - 1, blocks, length, COUNT, -1e9, GREEDY_SAMPLING, **options)
 
     def block(self, length: int) -> Tensor:
         """Logits [COUNT, V] of the draft."""
         job = self.job(length)
-        chunks = [Chunk(job.token_ids, length - 1, job.block_table, COUNT)]
-        output = self.run(self.draft, chunks, job.mask_slot)
+        output = self.run([Chunk(job.token_ids, length - 1, job.block_table, COUNT)], job.mask_slot)
         markov = self.head.parallel.markov if self.head.parallel else None
         return output if markov is None else markov.logits(output)
 
-    def run(self, forward: Any, chunks: Sequence[Chunk], mask_slot: int | None = None) -> Tensor:
-        batch = build_batch(
-            chunks, BLOCK_SIZE, self.ops.row_tile, "cpu", with_request_index=True, with_prev_slots=True
-        )
+    def chain(self, length: int, count: int) -> list[Tensor]:
+        return list(self.block(length)[:count])
+
+    def run(self, chunks: Sequence[Chunk], mask_slot: int | None = None) -> Tensor:
+        options = {"with_request_index": True, "with_prev_slots": True}
+        batch = build_batch(chunks, BLOCK_SIZE, self.ops.row_tile, "cpu", **options)
         if mask_slot is not None:
             assert batch.prev_slots is not None
             batch.prev_slots[1:] = mask_slot
         with torch.inference_mode():
-            return forward(batch).clone()
-
-
-def make_ops(name: str) -> Ops:
-    return ReferenceOps() if name == "reference" else CpuOps(name)
+            return self.draft(batch).clone()
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
@@ -317,7 +294,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Bed:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> None:
-    runner = Runner(bed, make_ops(backend))
+    runner = Runner(bed, backend)
     aux_layers = AUX_LAYERS[1:] if isinstance(bed.reference, ReferenceDFlash) else AUX_LAYERS
     assert runner.head.aux_layers == aux_layers
     (aux,) = record_aux_hidden_states(bed.model, [TEXT], aux_layers)
@@ -336,7 +313,7 @@ def test_blocks_of_a_whole_text_equal_the_reference(bed: Bed, backend: str) -> N
 @pytest.mark.parametrize("isa", isas_under_test())
 def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
     """Two requests at once, one of which ends its draft early."""
-    runner, whole, part = Runner(bed, CpuOps(isa)), len(TEXT), 3 * BLOCK_SIZE + 1
+    runner, whole, part = Runner(bed, isa), len(TEXT), 3 * BLOCK_SIZE + 1
     draft, logits, logprobs = runner.draft, {}, {}
     assert isinstance(draft, DraftLoop)
     for length in (part, whole):
@@ -356,9 +333,8 @@ def test_draft_loop_equals_a_pass_and_its_samples(bed: Bed, isa: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_and_confidences_of_dspark_depend_on_the_ones_before(bed: Bed, backend: str) -> None:
     """Two requests with drafts of different lengths."""
-    ops = make_ops(backend)
-    runner = Runner(bed, ops)
-    head, reference = runner.head, bed.reference
+    runner = Runner(bed, backend)
+    ops, head, reference = runner.ops, runner.head, bed.reference
     assert isinstance(reference, ReferenceDFlash)
     drafter = HeadDrafter(head, ops, runner.kv, Sampler(ops, 272, []), COUNT, 128, 272)
     (aux,) = record_aux_hidden_states(bed.model, [TEXT], AUX_LAYERS[1:])
@@ -389,8 +365,8 @@ def test_draft_ends_where_the_confidence_head_says_so(tmp_path: Path) -> None:
     """NaN in its weights is no confidence at all."""
     bed = make_bed(tmp_path, LAYOUTS["DSpark"])
     change_tensors(bed.path, **{"confidence_head.proj.bias": torch.tensor([torch.nan])})
-    ops = make_ops("reference")
-    runner = Runner(bed, ops)
+    runner = Runner(bed, "reference")
+    ops = runner.ops
     drafter = HeadDrafter(runner.head, ops, runner.kv, Sampler(ops, 272, []), COUNT, 128, 272)
     runner.commit(0, len(TEXT) - 1)
     state = RequestState(Request("a", tuple(TEXT), GREEDY, seed=0), 0, 128)
@@ -403,49 +379,31 @@ def test_draft_ends_where_the_confidence_head_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", isas_under_test())
 def test_noise_of_a_row_is_that_of_its_token(original: Bed, isa: str) -> None:
     """The target samples token `position` with the same noise, so that more of a block is accepted."""
-    runner, length, ops = Runner(original, CpuOps(isa)), 30, CpuOps(isa)
+    runner, length = Runner(original, isa), 30
     runner.commit(0, length - 1)
     job, logits = runner.job(length), runner.block(length)
     job.sampling = DraftSamplingParams(seed=7, greedy=False, temperature=9.0, top_k=0, top_p=1.0, min_p=0.0)
     (tokens,) = runner.draft.draft([job], BLOCK_SIZE, torch.empty(0, dtype=torch.int64))
-    ops.apply_temperature(logits, torch.full((COUNT,), 9.0))
+    runner.ops.apply_temperature(logits, torch.full((COUNT,), 9.0))
     seeds, positions = torch.full((COUNT,), 7), torch.arange(length, length + COUNT)
-    expected = ops.sample(logits, seeds, positions, torch.zeros(COUNT, dtype=torch.bool))
+    expected = runner.ops.sample(logits, seeds, positions, torch.zeros(COUNT, dtype=torch.bool))
     assert list(tokens.token_ids) == expected.tolist() != logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_and_drafts_do_not_depend_on_how_the_text_was_computed(original: Bed, backend: str) -> None:
-    """One pass, chunks, and single rows after another draft in the same slots leave the same bits."""
-    runners = [Runner(original, make_ops(backend)) for _ in range(3)]
-    end = len(TEXT) - 1
-    runners[0].commit(0, end)
-    for start in range(0, end, 7):
-        runners[1].commit(start, min(start + 7, end))
-    for position in range(end):
-        if position:
-            runners[2].block(position + 1)
-        runners[2].commit(position, position + 1)
-    slots = [block * BLOCK_SIZE + i for block in runners[0].blocks for i in range(BLOCK_SIZE)][:end]
-    blocks = [runner.block(len(TEXT)) for runner in runners]
-    for runner, block in zip(runners[1:], blocks[1:], strict=True):
-        for mine, other in zip(runner.cache.layers, runners[0].cache.layers, strict=True):
-            assert torch.equal(mine.k[slots], other.k[slots]) and torch.equal(mine.v[slots], other.v[slots])
-        assert torch.equal(block, blocks[0])
+    check_memory([Runner(original, backend) for _ in range(3)])
 
 
 def test_gguf_file_is_refused_by_name(original: Bed, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dflash")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(CheckpointError, match="a DFlash head in GGUF: only safetensors are read"):
         read_head_info(tmp_path / "head.gguf", original.model)
 
 
 def test_requests_of_a_pass_do_not_see_each_other(original: Bed) -> None:
-    runner = Runner(original, make_ops(BACKENDS[-1]))
+    runner = Runner(original, BACKENDS[-1])
     runner.commit(0, len(TEXT) - 1)
     alone = runner.block(len(TEXT))
     job, other = runner.job(len(TEXT)), runner.job(len(TEXT))
@@ -453,7 +411,7 @@ def test_requests_of_a_pass_do_not_see_each_other(original: Bed) -> None:
         Chunk([5, MASK_ID, MASK_ID], 2, [runner.scratch[3]], 1),
         Chunk(job.token_ids, len(TEXT) - 1, other.block_table, COUNT),
     ]
-    assert torch.equal(runner.run(runner.draft, chunks)[1:], alone)
+    assert torch.equal(runner.run(chunks)[1:], alone)
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -544,15 +502,15 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(
-    name: str, tmp_path: Path
-) -> None:
-    layout, config, tensors, message = MISFITS[name]
-    bed = make_bed(tmp_path, LAYOUTS[layout])
-    info = read_head_info(bed.path, bed.model)
-    assert info.is_head and info.draft_tokens_per_pass in (COUNT, 8)
-    change_config(bed.path, **config)
-    change_tensors(bed.path, **tensors)
-    with pytest.raises(CheckpointError, match=message):
-        read_head_info(bed.path, bed.model)
+def test_head_that_does_not_fit_is_refused_by_name_before_the_target_is_loaded(tmp_path: Path) -> None:
+    layouts = {layout for layout, *_ in MISFITS.values()}
+    beds = {layout: make_bed(tmp_path / layout, LAYOUTS[layout]) for layout in layouts}
+    for bed in beds.values():
+        info = read_head_info(bed.path, bed.model)
+        assert info.is_head and info.draft_tokens_per_pass in (COUNT, 8)
+    for layout, config, tensors, message in MISFITS.values():
+        head = shutil.copytree(beds[layout].path, tmp_path / "changed", dirs_exist_ok=True)
+        change_config(head, **config)
+        change_tensors(head, **tensors)
+        with pytest.raises(CheckpointError, match=message):
+            read_head_info(head, beds[layout].model)

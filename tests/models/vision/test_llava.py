@@ -1,4 +1,4 @@
-"""LLaVA-1.5 against transformers in float32, and its config options."""
+"""LLaVA-1.5 and LLaVA-NeXT against transformers in float32, and their config options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import transformers
 
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.models.architectures import ARCHITECTURES
 from foreword.models.model_loader import read_model_info
 from tests.support.budget import some_of
 from tests.support.checkpoints import VOCAB_SIZE, write_json
@@ -22,6 +21,7 @@ from tests.support.cpu_kernels import isas_under_test
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.vision_checkpoints import (
     IMAGE_TOKEN_ID,
+    SIGLIP,
     random_image,
     write_vision_checkpoint,
     write_vision_config,
@@ -29,19 +29,12 @@ from tests.support.vision_checkpoints import (
 from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FULL = {"vision_feature_select_strategy": "full"}
-UNCOMPARED = frozenset(
-    (
-        *("bailing_moe", "bailing_moe_v2"),  # unknown to transformers
-        *(
-            "falcon_h1",
-            "gemma4_text",
-            "phi",
-            "phimoe",
-        ),  # its LLaVA has no multipliers, per-layer embeddings, head's bias
-        *("exaone", "nemotron_h"),  # their tensors have names of their own
-        *("apertus", "gemma"),  # outputs of these random weights loop
-        "minimax_m2",  # its logits are larger than the tolerance is made for
-    )
+each_isa = pytest.mark.parametrize("isa", [None, *isas_under_test()[-1:]])  # None: the reference
+# Decoders with scaled or tied embeddings, scaled logits, states, latent attention, windows or sinks;
+# tests/models/test_families.py has all decoders.
+DECODERS = (
+    *("gemma2", "gemma3_text", "granite", "granitemoehybrid", "cohere2", "qwen3_5_moe_text", "lfm2"),
+    *("deepseek_v3", "gpt_oss", "mixtral", "starcoder2", "hunyuan_v1_dense"),
 )
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {}),
@@ -62,12 +55,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "next": ("llava_next", {}),
+    "next-new-names": ("llava_next", {"layout": "new"}),
+    "next-qwen2": (
+        "llava_next",
+        {"text": "qwen2", "text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    ),
+    "next-several-layers": ("llava_next", {"vision_feature_layer": [-2, -1]}),
+    "next-no-projector-bias": ("llava_next", {"multimodal_projector_bias": False}),
+    "next-siglip": (
+        "llava_next",
+        {
+            "vision_config": SIGLIP,
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[30, 60], [60, 30], [60, 60], [30, 90]],
+        },
+    ),
     "llava-tied": ("llava", {"text_config": {"tie_word_embeddings": True}}),
     "siglip": ("llava_siglip", {}),
     "siglip-new-names": ("llava_siglip", {"layout": "new"}),
     "siglip-head": ("llava_siglip", {"vision_config": {"vision_use_head": True}}),
     "siglip-without-first": ("llava_siglip", {"vision_feature_select_strategy": "default"}),
-    **{f"llava-{text}": ("llava", {"text": text}) for text in ARCHITECTURES if text not in UNCOMPARED},
+    **{f"llava-{text}": ("llava", {"text": text}) for text in DECODERS},
 }
 
 
@@ -87,6 +96,18 @@ def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None
     assert len(set(generated)) > 8, "the output loops, so the comparison is weak"
 
 
+ODD_SIZES = ((1, 1), (28, 28), (28, 29), (56, 57), (27, 500), (500, 3), (1, 400), (640, 480), (481, 640))
+
+
+def test_tiles_of_odd_sizes(tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, "llava_next")
+    images = [random_image(path, index, *size) for index, size in enumerate(ODD_SIZES)]
+    theirs, ours = TransformersReference(path).features(images), ForwardHelper(path)
+    assert len({image.num_tokens for image in images}) > 4
+    for expected, image in zip(theirs, images, strict=True):
+        torch.testing.assert_close(ours.encode(image), expected, atol=1e-4, rtol=0)
+
+
 def test_output_depends_on_the_image(tmp_path: Path) -> None:
     ours = ForwardHelper(write_vision_checkpoint(tmp_path))
     one, other = (
@@ -95,10 +116,12 @@ def test_output_depends_on_the_image(tmp_path: Path) -> None:
     assert one != other
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", [None, *isas_under_test()])
-def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
-    path = write_vision_checkpoint(tmp_path, dtype=dtype)
+@pytest.mark.parametrize(("family", "dtype"), [("llava", "float32"), ("llava_next", "bfloat16")])
+@each_isa
+def test_chunked_prefill_gives_the_same_bits(
+    isa: str | None, family: str, dtype: str, tmp_path: Path
+) -> None:
+    path = write_vision_checkpoint(tmp_path, family, dtype=dtype)
     check_chunked_prefill(
         ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path
     )
@@ -107,7 +130,7 @@ def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_pa
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
 )
-@pytest.mark.parametrize("isa", [None, *isas_under_test()])
+@each_isa
 def test_vision_encoder_is_never_quantized(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
     """Features are the same for any precision of the decoder."""
     path = write_vision_checkpoint(tmp_path)
@@ -118,7 +141,7 @@ def test_vision_encoder_is_never_quantized(isa: str | None, options: dict[str, s
     assert (features - expected).norm() < (0.02 if "dtype" in options else 1e-4) * expected.norm()
 
 
-@pytest.mark.parametrize("isa", [None, *isas_under_test()])
+@each_isa
 def test_features_depend_on_the_image_alone(isa: str | None, tmp_path: Path) -> None:
     """Also with interleaved pieces of two images, and on other threads."""
     path = write_vision_checkpoint(tmp_path, "llava_next")
@@ -242,23 +265,45 @@ INTERLEAVE: dict[str, Any] = {
     "vision_feature_select_strategy": "full",
     "vocab_size": 152000,
 }
+HUB_NEXT: dict[str, Any] = {
+    **HUB,
+    "architectures": ["LlavaNextForConditionalGeneration"],
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "model_type": "llava_next",
+    "text_config": {
+        "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2",
+        "architectures": ["MistralForCausalLM"],
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32064,
+    },
+    "use_image_newline_parameter": True,
+}
 HUB_FACTS = (4096, "float16", 32064, 32000)
+UNUSED = ("vision_tower.encoder.layers.23.", "post_layernorm")
 
 
 @pytest.mark.parametrize(
     ("config", "skipped", "facts"),
     [
-        (HUB, ("vision_tower.encoder.layers.23.", "post_layernorm"), HUB_FACTS),
-        (HUB | {"vision_config": None}, ("vision_tower.encoder.layers.23.", "post_layernorm"), HUB_FACTS),
+        (HUB, UNUSED, HUB_FACTS),
+        (HUB | {"vision_config": None}, UNUSED, HUB_FACTS),
         (INTERLEAVE, ("post_layernorm",), (32768, "bfloat16", 152000, 151646)),
+        (HUB_NEXT, UNUSED, (32768, "float16", 32064, 32000)),
     ],
-    ids=["llava-1.5", "no-vision-config", "interleave"],
+    ids=["llava-1.5", "no-vision-config", "interleave", "llava-next"],
 )
 def test_config_as_on_the_hub(
     tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]
 ) -> None:
     """It has only the differences from the defaults of transformers."""
-    write_vision_config(tmp_path)
+    write_vision_config(tmp_path, config["model_type"])
     write_json(tmp_path / "config.json", config)
     with torch.device("meta"):
         theirs = transformers.AutoModelForImageTextToText.from_config(
@@ -272,9 +317,8 @@ def test_config_as_on_the_hub(
     assert (read.context_len, read.dtype, read.vocab_size, read.image_token_id) == facts
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "llava": [
         ({"vision_feature_layer": 4}, "`vision_feature_layer` 4 is none of the tower's 3 layers"),
         ({"vision_feature_layer": -5}, "`vision_feature_layer` -5 is none of the tower's 3 layers"),
         ({"vision_feature_layer": []}, "`vision_feature_layer` must be a number or 1 to 64 of them, got []"),
@@ -312,14 +356,37 @@ def test_config_as_on_the_hub(
         ({"text_config": {"use_rope": True}}, "text_config: `use_rope` = true is not supported"),
         ({"text_config": {"model_type": "mamba"}}, "text_config: model_type 'mamba' is not supported"),
     ],
-)
-def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
-    config = json.loads((write_vision_config(tmp_path) / "config.json").read_text(encoding="utf-8"))
-    for key, value in overrides.items():
-        config[key] = {**config[key], **value} if isinstance(value, dict) else value
-    write_json(tmp_path / "config.json", config)
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        read_model_info(tmp_path)
+    "llava_next": [
+        (
+            {"image_grid_pinpoints": [[28, 57]]},
+            "`image_grid_pinpoints` must be a list of [height, width], multiples of the tower's 28",
+        ),
+        ({"image_grid_pinpoints": [[28, 0]]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [[28]]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [28, 56]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [[28, 28 * 1025]]}, "and 1024 tiles at most"),
+        (
+            {"vision_feature_select_strategy": "full"},
+            "`vision_feature_select_strategy` must leave exactly the patches of a tile",
+        ),
+        (
+            {"use_image_newline_parameter": False},
+            "`use_image_newline_parameter` must be true here, got false",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_unsupported_configs_are_refused(tmp_path: Path, family: str) -> None:
+    written = (write_vision_config(tmp_path, family) / "config.json").read_text(encoding="utf-8")
+    for overrides, message in REFUSED[family]:
+        config = json.loads(written)
+        for key, value in overrides.items():
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        write_json(tmp_path / "config.json", config)
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            read_model_info(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -349,12 +416,14 @@ def test_missing_preprocessor_is_named(tmp_path: Path) -> None:
             "vision_tower.vision_model.encoder.layers.3.layer_norm1.weight` [32] is missing",
         ),
         ({"num_hidden_layers": 2}, "unexpected tensors: vision_tower.vision_model.encoder.layers.2"),
+        ({"model_type": "llava_next"}, "image_newline` [64] is missing"),
     ],
 )
 def test_tensors_must_match_the_config(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     write_vision_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    config["vision_config"] |= overrides
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    changed = config if "model_type" in overrides else config["vision_config"]
+    changed |= overrides
+    write_json(tmp_path / "config.json", config)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         ForwardHelper(tmp_path)

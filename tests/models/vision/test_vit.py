@@ -19,28 +19,32 @@ from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference
 
 
-@pytest.mark.parametrize("image_size", [28, 31])
-def test_every_layer_equals_transformers(tmp_path: Path, image_size: int) -> None:
+@pytest.mark.parametrize(
+    ("encoder", "family", "image_size"),
+    [(CLIP, "llava", 28), (CLIP, "llava", 31), (Siglip, "llava_siglip", 28), (Siglip, "llava_siglip", 34)],
+)
+def test_every_layer_equals_transformers(
+    tmp_path: Path, encoder: type[CLIP | Siglip], family: str, image_size: int
+) -> None:
     """Also where patches do not fill a tile."""
-    path = write_vision_checkpoint(tmp_path, vision_config={"image_size": image_size})
+    path = write_vision_checkpoint(tmp_path, family, vision_config={"image_size": image_size})
     theirs = TransformersReference(path).model.model.vision_tower
     weights = SafetensorsWeights(path).prefixed("vision_tower.vision_model.")
-    config = CLIP.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
-    ours = CLIP(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=3)
+    config = encoder.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
+    count = theirs.config.num_hidden_layers
+    ours = encoder(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=count)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = torch.cat(theirs(tile[None], output_hidden_states=True).hidden_states, -1)[0]
-        work, pieces = ours.encode_tile(tile, range(4)), []
+        work, pieces = ours.encode_tile(tile, range(count + 1)), []
         try:
             while True:
                 pieces.append(next(work))
         except StopIteration as done:
             torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
-    rows, hidden, size = 17, 32, 48
-    assert (
-        pieces
-        == [rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_COST_FACTOR * 2 * rows**2 * hidden] * 3
-    )
+    rows, hidden, size = config.num_positions, config.hidden_size, theirs.config.intermediate_size
+    products = rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_COST_FACTOR * 2 * rows**2 * hidden
+    assert pieces == [products] * count
 
 
 def test_defaults_are_vit_b_32() -> None:
@@ -74,24 +78,6 @@ def test_options_of_old_transformers_are_accepted() -> None:
     reader = ConfigReader({**old, "is_decoder": True}, "config.json")
     with pytest.raises(CheckpointError, match=re.escape("`is_decoder` = true is not supported")):
         reader.check_all_read()
-
-
-@pytest.mark.parametrize("image_size", [28, 34])
-def test_every_layer_of_siglip_equals_transformers(tmp_path: Path, image_size: int) -> None:
-    path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
-    theirs = TransformersReference(path).model.model.vision_tower
-    weights = SafetensorsWeights(path).prefixed("vision_tower.vision_model.")
-    config = Siglip.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
-    ours = Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=2)
-    tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        expected = torch.cat(theirs(tile[None], output_hidden_states=True).hidden_states, -1)[0]
-        work = ours.encode_tile(tile, range(3))
-        try:
-            while next(work):
-                pass
-        except StopIteration as done:
-            torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
 
 
 def test_defaults_are_b_16() -> None:

@@ -261,7 +261,7 @@ def test_controller_measures_passes_of_blocks_by_rows(trained_block: Trained) ->
     run(engine, requests())
 
 
-@pytest.mark.parametrize("trained_block", ["p-eagle", "dflash"], indirect=True)
+@pytest.mark.parametrize("trained_block", some_of(["p-eagle", "dflash"], 2), indirect=True)
 def test_penalty_of_one_request_leaves_others_sampled_at_once(
     trained_block: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,12 +61,6 @@ VOCABULARY = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    built, reason = load_library()
-    return built or pytest.skip(reason)
-
-
 @pytest.fixture
 def drafter(library: ctypes.CDLL) -> TextDrafter:
     drafter = TextDrafter((), library)
