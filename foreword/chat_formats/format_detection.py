@@ -225,7 +225,8 @@ def _with_text_markers(
     if fmt.content is None or fmt.content[0] not in source:
         turn = _turn(template, tokenizer, {"content": CONTENT, "reasoning_content": REASONING})
         if fmt.reasoning is None and (markers := find_markers(turn, REASONING)) is not None:
-            fmt = replace(fmt, reasoning=ReasoningFormat(*markers))
+            begins_content = turn.partition(CONTENT)[0].rstrip().endswith(markers[0])
+            fmt = replace(fmt, reasoning=None if begins_content else ReasoningFormat(*markers))
         markers = find_markers(turn, CONTENT)
         if markers is not None and (fmt.reasoning is None or markers[0] != fmt.reasoning.end):
             fmt = replace(fmt, content=markers[:2])

@@ -135,7 +135,7 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "ToolCallBody": "`tool_calls` of a message",
         "CalledFunction": "`function` of a call",
         "CalledCustom": "`custom` of a call",
-        "ReasoningBody": "Chat: reasoning",
+        "ReasoningBody": "Chat and `/tokenize`: reasoning",
         "ToolsBody": "Chat: tools",
         "ChatTool": "a tool of chat",
         "FunctionBody": "`function` of a tool",

@@ -21,6 +21,7 @@ MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MIN_ENGINE_KEY_CHARS = 16
 URL_PATTERN = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[\w.-]+)(:\d{1,5})?(/[\w./~-]*)?", re.ASCII)
+ORIGIN_PATTERN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 HOST_PATTERN = re.compile(r"\*|(\*?\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 
@@ -64,6 +65,13 @@ def check_options(config: Config) -> None:
                 "allowed_hosts must be names without scheme and port, such as ai.example.com, "
                 f"got {host!r:.200}",
                 "allowed_hosts",
+            )
+    for origin in filter(None, map(str.strip, config.cors_origins.split(","))):
+        if not ORIGIN_PATTERN.fullmatch(origin):
+            raise ConfigError(
+                "cors_origins must be * or origins with scheme and port, such as http://localhost:8080, "
+                f"got {origin!r:.200}",
+                "cors_origins",
             )
     config.served_names()
     _check_replicas(config)

@@ -20,6 +20,7 @@ from foreword.errors import (
     Forbidden,
     ForewordError,
     InvalidRequest,
+    ModelLoading,
 )
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder, ServerCounters
@@ -81,15 +82,17 @@ class LoadedModel:
             await run_in_own_thread(self.image_intake.close)
 
     def info(self) -> EngineInfo:
-        """Facts of the running engine. Raises EngineDead after it."""
-        assert self.client.info is not None, "a loaded model has info"
+        """Facts of the running engine. Raises ModelLoading before there is one, EngineDead after it."""
+        info = self.client.info
+        if info is None:
+            raise ModelLoading("the model is still loading; see /health")
         if not self.client.alive:
             raise EngineDead("the engine is not running")
-        return self.client.info
+        return info
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer. Raises EngineDead."""
+        """Tokens of prompt and answer. Raises ModelLoading, EngineDead."""
         limit = self.info().resolved.max_model_len
         if self.variant is None or self.variant.max_model_len is None:
             return limit

@@ -211,6 +211,18 @@ def test_reasoning_is_the_template_s() -> None:
     assert detect(no_tools, "none").format is not None
 
 
+def test_marker_of_content_and_reasoning_alike_tells_neither() -> None:
+    """Messages that name their receiver: the answer was taken for reasoning."""
+    named = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        "{% if m.reasoning_content %} to=self<|message|>{{ m.reasoning_content }}<|eom|>"
+        "<|im_start|>assistant{% endif %} to=user<|message|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    found = detect(named).format
+    assert found is None or found.reasoning is None
+
+
 def test_checkpoint_s_response_template_comes_first() -> None:
     described = {
         "start_anchor": "<|im_start|>assistant\n",

@@ -18,7 +18,7 @@ from foreword.server.routes import tokenize
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.counted_work import record_threads
-from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 from tests.support.waiting import WAIT_S, wait_until
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -120,6 +120,24 @@ def test_tokenize_a_conversation(served: RunningServer) -> None:
     tokens = served.http.post("/tokenize", json={"messages": USER}).json()["tokens"]
     served.chat()
     assert tuple(tokens) == served.client.submitted[0].prompt_ids
+
+
+def test_tokenize_a_conversation_by_how_it_reasons() -> None:
+    source = "{{ 'default' if enable_thinking is not defined else 'on' if enable_thinking else 'off' }}"
+    with run_server(tokenizer=byte_tokenizer(source)) as server:
+        for fields, text in (({}, "default"), ({"think": True}, "on"), ({"reasoning_effort": "none"}, "off")):
+            answer = server.http.post("/tokenize", json={"messages": USER, **fields}).json()
+            assert bytes(answer["tokens"]).decode() == text
+
+
+def test_ids_of_a_text_beyond_the_context_are_decoded(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [97] * 3000
+    assert served.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "a" * 3000}
+    monkeypatch.setattr(tokenize, "MAX_TEXT_TOKENS", 2999)
+    error = served.http.post("/detokenize", json={"tokens": ids}).json()["error"]
+    assert error["param"] == "tokens" and "at most 2999" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from foreword.engine_client.base import EngineClient
 from foreword.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    ModelLoading,
     Overloaded,
     RequestFailed,
     Unsupported,
@@ -362,7 +363,8 @@ async def with_metrics(
 
 
 def _get_info(encoder: EncoderClient) -> EncoderInfo:
-    assert encoder.info is not None, "the encoder of a loaded model has info"
+    if encoder.info is None:
+        raise ModelLoading("the encoder is still loading; see /health")
     return encoder.info
 
 

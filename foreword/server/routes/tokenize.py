@@ -13,7 +13,13 @@ from foreword.errors import InvalidRequest
 from foreword.server.answering.generation import build_prompt
 from foreword.server.answering.streaming import INLINE_IDS
 from foreword.server.apis.body import TABLES, ModelName, StrictModel, count_parts
-from foreword.server.apis.chat.body import ChatTool, Message, TemplateOptions, to_template_messages
+from foreword.server.apis.chat.body import (
+    ChatTool,
+    Message,
+    ReasoningBody,
+    TemplateOptions,
+    to_template_messages,
+)
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import JSONResponse, json_pieces
@@ -21,12 +27,13 @@ from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
 from foreword.tokenizer.chat_processor import ChatTask
+from foreword.tokenizer.tokenizer import MAX_TEXT_TOKENS
 from foreword.utils.threads import join_in_own_thread
 
 router = APIRouter(route_class=IntakeRoute)
 
 
-class TokenizeBody(TemplateOptions):
+class TokenizeBody(ReasoningBody, TemplateOptions):
     peer_fields = TABLES["template"]
     model: ModelName = None
     prompt: str | None = None
@@ -44,8 +51,12 @@ class DetokenizeBody(StrictModel):
     model: ModelName = None
     tokens: list[int]
 
-    def num_parts(self) -> tuple[int, str]:
-        return len(self.tokens), "tokens"
+    def check_num_parts(self, limit: int | None) -> None:
+        """Raises InvalidRequest for more ids than /tokenize returns, which are no prompt."""
+        if len(self.tokens) > MAX_TEXT_TOKENS:
+            raise InvalidRequest(
+                f"tokens holds {len(self.tokens)} ids; at most {MAX_TEXT_TOKENS} are taken", "tokens"
+            )
 
 
 @router.post("/tokenize")
@@ -108,6 +119,7 @@ async def _token_ids(
 def _read_task(body: TokenizeBody) -> ChatTask:
     return ChatTask(
         to_template_messages(body.messages or ()),
+        reasoning=body.reasoning(),
         tools=check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]),
         template_kwargs=body.template_kwargs(),
         add_special_tokens=bool(body.add_special_tokens),
