@@ -105,6 +105,7 @@ FULL_ONLY = {
     "server/test_embedding_servers.py",
     "server/test_fair_share.py",
     "server/test_features.py",
+    "server/test_fuzz.py",
     "server/test_fuzz_api.py",
     "server/test_runaway.py",
     "server/test_slow_clients.py",

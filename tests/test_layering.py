@@ -265,6 +265,7 @@ SHARED_BEHAVIOUR = {
         "embedding_servers",
         "fair_share",
         "features",
+        "fuzz",
         "fuzz_api",
         "images",
         "log_privacy",

@@ -21,7 +21,7 @@ MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MIN_ENGINE_KEY_CHARS = 16
 URL_PATTERN = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[\w.-]+)(:\d{1,5})?(/[\w./~-]*)?", re.ASCII)
-ORIGIN_PATTERN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+ORIGIN_PATTERN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]*")
 HOST_PATTERN = re.compile(r"\*|(\*?\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 

@@ -237,6 +237,7 @@ def test_a_variant_sets_what_a_request_may() -> None:
             "models:\n  a:\n    variants: {x: {temperature: hot}}",
             "line 3: temperature must be a number, got 'hot'",
         ),
+        ("models:\n  a:\n    variants: {x: {temperature: -1}}", "line 3: temperature must be"),
         ("models:\n  a:\n    variants: {x: {top_k: 1.5}}", "line 3: top_k must be a whole number"),
         (
             "models:\n  a:\n    variants: {x: {speculation: magic}}",

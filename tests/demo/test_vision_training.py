@@ -201,3 +201,11 @@ def test_labels_are_answers_only() -> None:
     assert np.array_equal(rows.labels[:, :-1][learned[:, :-1]], rows.tokens[:, 1:][learned[:, :-1]])
     assert not (rows.labels == IMAGE_ID).any() and not learned[:, :PREFIX].any()
     assert (rows.tokens == IMAGE_ID).sum() == 2 * NUM_PATCHES
+
+
+def test_share_of_pair_rows_is_configurable() -> None:
+    most = [
+        draw_rows(TOKENIZER, Random(8), 40, pair_share=share).patches.counts.max(1)
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert (most[0] != 1).sum() > (most[1] != 1).sum() > 0 == (most[2] != 1).sum()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from foreword.core.outputs import ErrorEvent, Event, StepStats
+from foreword.core.outputs import ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.crash_policy import MAX_IDLE_CRASHES
@@ -311,6 +311,17 @@ async def test_poison_request_is_refused_and_others_finish(
         and "alone" in failed.error.message
     )
     assert client.readiness.restarts - before <= 4
+
+
+async def test_aborted_poison_requests_do_not_end_the_client(client: EngineRouter) -> None:
+    for number in range(MAX_IDLE_CRASHES + 1):
+        before = client.readiness.restarts
+        client.submit(kind_request(f"poison-0-{number}"))
+        async with asyncio.timeout(WAIT_S):
+            while client.readiness.restarts == before:
+                await asyncio.sleep(0.001)
+        client.abort(f"poison-0-{number}")
+    assert isinstance(await last_event(client, kind_request("after")), TokenEvent)
 
 
 async def test_unreadable_vocabulary_fails_its_request_only(

@@ -292,10 +292,12 @@ def test_unsupported_options_are_named(family: str, tmp_path: Path):
 STATE_TENSORS = {
     "qwen3_5_text": (
         "linear_attn.conv1d.weight linear_attn.A_log linear_attn.dt_bias linear_attn.norm.weight "
-        "linear_attn.in_proj_qkv.weight linear_attn.in_proj_z.weight linear_attn.in_proj_a.weight"
+        "linear_attn.in_proj_qkv.weight linear_attn.in_proj_z.weight linear_attn.in_proj_a.weight "
+        "linear_attn.in_proj_b.weight"
     ),
     "qwen3_next": "linear_attn.in_proj_qkvz.weight linear_attn.in_proj_ba.weight",
     "lfm2": "conv.conv.weight conv.in_proj.weight conv.out_proj.weight",
+    "lfm2_moe": "conv.conv.weight",
 }
 
 

@@ -18,9 +18,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.embedding_checkpoints import write_encoder
 from tests.support.waiting import WAIT_S, wait_until
 
-pytestmark = (
-    pytest.mark.full
-)  # tests/embedding has the encoder's restart, apis/embeddings both models' routes
+# tests/embedding has the encoder's restart, apis/embeddings both models' routes
+pytestmark = pytest.mark.full
 PROMPT = "the thing in the thing in the"
 TEXTS = [f"text {number} of the thing in the {'other ' * (number % 9)}" for number in range(24)]
 GENERATE = {
@@ -92,6 +91,8 @@ def test_models_serve_concurrently(server: ServerProcess) -> None:
         if line.startswith('foreword_spec_draft_tokens_total{drafter="draft",model="tiny"}')
     )
     assert float(drafted.split()[-1]) > 100
+    (line,) = [line for line in server.banner_lines if line.startswith("encoder: ")]
+    assert line.startswith("encoder: bert (bert, ") and "48 values" in line
 
 
 def test_disconnected_clients_free_everything(server: ServerProcess) -> None:

@@ -75,10 +75,10 @@ def test_what_is_no_name_is_a_config_error(name: str) -> None:
         Config(allowed_hosts=f"ai.example.com,{name}")
 
 
-@pytest.mark.parametrize("origin", ["localhost", "ai.example.com:8000", "https://ai.example.com/", "null"])
+@pytest.mark.parametrize("origin", ["localhost", "ai.example.com:8000", "https://ai.example.com/", "a b"])
 def test_what_no_browser_sends_as_origin_is_a_config_error(origin: str) -> None:
     """`localhost` was taken, and allowed no page."""
-    Config(cors_origins="http://localhost:8080, https://ai.example.com,tauri://localhost,*")
+    Config(cors_origins="http://localhost:8080, https://ai.example.com,tauri://localhost,file://,null,*")
     with pytest.raises(ConfigError, match="cors_origins must be"):
         Config(cors_origins=f"http://localhost:8080,{origin}")
 

@@ -227,6 +227,7 @@ def test_keywords_that_are_not_enforced(fake: RunningServer, caplog: pytest.LogC
             "tools[0].custom.format",
             "lark",
         ),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"functions": [{"name": "f"}], "tools": [function()]}, "tools", "functions"),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "'g'"),
         ({"tools": [function()], "separate_reasoning": False}, "tools", "separate_reasoning"),

@@ -470,6 +470,7 @@ def test_tools_of_a_namespace(fake: RunningServer) -> None:
             "must be function or custom",
         ),
         ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format", '"lark" or "regex"'),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "file_search"}, "tools": [FUNCTION]}, "tool_choice", "must be"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be one of none"),
         ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "at least 0"),
