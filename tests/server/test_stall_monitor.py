@@ -19,25 +19,25 @@ from tests.support.waiting import WAIT_S, wait_until
 def test_handler_that_blocks_is_counted_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    describe, respond, is_seen = stall_monitor._describe, tokenize.JSONResponse, threading.Event()
+    describe, respond, is_seen = stall_monitor._describe, tokenize.Response, threading.Event()
 
     def describe_once(*args: Any) -> str:
         text = describe(*args)
         is_seen.set()
         return text
 
-    def block(content: Any) -> Any:
+    def block(*args: Any, **kwargs: Any) -> Any:
         assert is_seen.wait(WAIT_S)
-        return respond(content)
+        return respond(*args, **kwargs)
 
     monkeypatch.setattr(stall_monitor, "WARN_INTERVAL_S", 0)  # a busy machine has stalls of its own
     with run_server() as server, caplog.at_level(logging.WARNING):
         _, before_s = stalls(server.http.get("/metrics").text)
         monkeypatch.setattr(stall_monitor, "_describe", describe_once)
-        monkeypatch.setattr(tokenize, "JSONResponse", block)
+        monkeypatch.setattr(tokenize, "Response", block)
         assert server.http.post("/detokenize", json={"tokens": [65]}).json() == {"prompt": "A"}
-        monkeypatch.setattr(tokenize, "JSONResponse", respond)
-        place = "in POST /detokenize, at foreword.server.routes.tokenize.detokenize"
+        monkeypatch.setattr(tokenize, "Response", respond)
+        place = "in POST /detokenize, at foreword.server.routes.tokenize._respond"
         wait_until(lambda: re.search(rf"the event loop stood still for [\d.]+ s {place}\n", caplog.text))
         count, seconds = stalls(server.http.get("/metrics").text)
     assert count >= 1 and seconds - before_s >= stall_monitor.WARN_S

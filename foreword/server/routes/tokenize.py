@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,7 @@ from foreword.server.apis.chat.body import (
 )
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.errors import rename_field
-from foreword.server.http.responses import JSONResponse, json_pieces
+from foreword.server.http.responses import json_pieces
 from foreword.server.intake import IntakeRoute
 from foreword.server.loaded_model import LoadedModel
 from foreword.server.registry import ModelsDep
@@ -70,14 +70,13 @@ async def tokenize(
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
     ids = await _token_ids(server, body, request, permissions)
 
-    def pieces() -> Iterator[bytes]:
-        result: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            result["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
-        return json_pieces(result, levels=1)
+    def result() -> dict[str, Any]:
+        known = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
+        if not body.return_token_strs:
+            return known
+        return known | {"token_strs": [server.tokenizer.id_to_token(token_id) for token_id in ids]}
 
-    content = b"".join(pieces()) if len(ids) <= INLINE_IDS else await join_in_own_thread(pieces)
-    return Response(content, media_type="application/json")
+    return await _respond(result, len(ids))
 
 
 @router.post("/detokenize")
@@ -98,7 +97,18 @@ async def detokenize(
                 )
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    return JSONResponse({"prompt": await server.intake.offload_if_large(request, decode)})
+    text = await server.intake.offload_if_large(request, decode)
+    return await _respond(lambda: {"prompt": text}, len(body.tokens))
+
+
+async def _respond(result: Callable[[], dict[str, Any]], num_ids: int) -> Response:
+    """The answer about that many ids; of many it is made in a thread."""
+
+    def pieces() -> Iterator[bytes]:
+        return json_pieces(result(), levels=1)
+
+    content = b"".join(pieces()) if num_ids <= INLINE_IDS else await join_in_own_thread(pieces)
+    return Response(content, media_type="application/json")
 
 
 async def _token_ids(
