@@ -134,7 +134,7 @@ def check_family(path: Path, param: str) -> str:
         reason, source = missing_feature(family), f"{path}: `general.architecture`"
     else:
         file = path / "config.json"
-        family = str(read_json(file).get("model_type"))
+        family = str(read_json(file, "model").get("model_type"))
         reason, source = describe_checkpoint(family), f"{file}: model_type"
     if reason:
         raise CheckpointError(f"{source} {family!r:.80} is not supported{reason}", param)
@@ -154,7 +154,7 @@ def check_context(config: Config, path: Path) -> None:
         positions = metadata.get(f"{prefix}.context_length")
         rope = metadata.get(f"{prefix}.rope.scaling.type")
     else:
-        values = read_json(path / "config.json")
+        values = read_json(path / "config.json", "model")
         values |= values["text_config"] if isinstance(values.get("text_config"), dict) else {}
         positions = values.get("max_position_embeddings")
         rope = values.get("rope_parameters") or values.get("rope_scaling")

@@ -138,12 +138,14 @@ def read_shared_moe(
     num_shared: int = 1,
     is_sigmoid: bool = True,
     score_bias: str | None = SCORE_BIAS,
+    names_layers: bool = False,
 ) -> MoEConfig:
     """Experts in all but the first layers, and shared ones, which are one MLP without a gate.
 
     num_dense, renormalize, num_shared  defaults of first_k_dense_replace, norm_topk_prob and `shared_key`
     scale, groups                       as in read_moe_config()
     is_sigmoid  weights are sigmoids, and experts are chosen by these plus `score_bias`; else a softmax
+    names_layers  `mlp_layer_types` may name the layers with experts
     """
     if is_sigmoid:
         for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
@@ -151,6 +153,10 @@ def read_shared_moe(
     config.require_value("moe_layer_freq", 1)
     for key in TRAINING_KEYS:
         config.get(key, None)
+    first = config.get_int("first_k_dense_replace", num_dense, low=0)
+    has_experts = [index >= first for index in range(read_num_layers(config))]
+    if names_layers:
+        has_experts = read_mlp_types(config, first)
     num_shared = config.get_optional_int(shared_key, num_shared, low=0) or 0
     size = config.get_int("moe_intermediate_size", high=MAX_HIDDEN_SIZE)
     if num_shared * size > MAX_HIDDEN_SIZE:
@@ -160,7 +166,7 @@ def read_shared_moe(
         NAMES,
         renormalize=config.get_bool("norm_topk_prob", renormalize),
         size_key="moe_intermediate_size",
-        has_experts=read_mlp_types(config, config.get_int("first_k_dense_replace", num_dense, low=0)),
+        has_experts=has_experts,
         shared_intermediate_size=num_shared * size,
         scoring="sigmoid" if is_sigmoid else "softmax",
         score_bias=score_bias if is_sigmoid else None,

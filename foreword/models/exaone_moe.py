@@ -23,7 +23,9 @@ class ExaoneMoe(Exaone4):
         for key in ("num_nextn_predict_layers", "is_moe_layer", "mtp_loss_weight"):
             config.get(key, None)
         base = super().read_config(config)
-        moe = read_shared_moe(config, num_dense=1, scale=SCALE, shared_key="num_shared_experts")
+        moe = read_shared_moe(
+            config, num_dense=1, scale=SCALE, shared_key="num_shared_experts", names_layers=True
+        )
         return replace(base, architecture="exaone_moe", moe=moe)
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:

@@ -25,6 +25,6 @@ class Glm4MoeLite(DeepseekV2):
         return replace(
             base,
             interleaved_rope=config.get_bool("rope_interleave", True),
-            moe=read_shared_moe(config, num_dense=1, scale=1.8),
+            moe=read_shared_moe(config, num_dense=1, scale=1.8, names_layers=True),
             num_mtp_layers=config.get_int("num_nextn_predict_layers", 1, low=0),
         )

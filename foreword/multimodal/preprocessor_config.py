@@ -32,9 +32,9 @@ ImageSize = tuple[int, int] | int
 def read_preprocessor_config(path: Path) -> PreprocessorReader:
     """The options of the checkpoint in `path`. Raises CheckpointError."""
     if (path / PREPROCESSOR_FILE).is_file():
-        return PreprocessorReader(read_json(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
+        return PreprocessorReader(read_json(path / PREPROCESSOR_FILE, "model"), str(path / PREPROCESSOR_FILE))
     file = path / "processor_config.json"
-    values = read_json(file).get("image_processor") if file.is_file() else None
+    values = read_json(file, "model").get("image_processor") if file.is_file() else None
     if isinstance(values, dict):
         return PreprocessorReader(values, f"{file}: image_processor")
     raise CheckpointError(f"{path} has no {PREPROCESSOR_FILE}, which configures the image processor", "model")

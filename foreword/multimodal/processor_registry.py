@@ -38,7 +38,7 @@ def read_processor(path: Path) -> ImageProcessor | None:
     file = path / "config.json"
     if not file.is_file():
         return None
-    config = read_json(file)
+    config = read_json(file, "model")
     read = PROCESSORS.get(str(config.get("model_type")))
     if read is None:
         return None
@@ -53,7 +53,7 @@ def read_processor(path: Path) -> ImageProcessor | None:
 def read_placeholder_ids(path: Path, vocab_size: int) -> frozenset[int]:
     """Ids of the image and video placeholders of a multimodal model. Raises CheckpointError."""
     file = path / "config.json"
-    config = read_json(file)
+    config = read_json(file, "model")
     ids = {"image_token_id": _read_placeholder_id(config, file)}
     if config.get(VIDEO_KEY) is not None:
         ids[VIDEO_KEY] = config[VIDEO_KEY]
@@ -78,7 +78,7 @@ def _read_placeholder_id(config: dict[str, Any], file: Path) -> int:
 def _read_placeholder_text(placeholder_id: int, path: Path) -> str:
     """The text of a token in tokenizer.json."""
     file = path / "tokenizer.json"
-    added = read_json(file).get("added_tokens")
+    added = read_json(file, "model").get("added_tokens")
     for token in added if isinstance(added, list) else ():
         text = token.get("content") if isinstance(token, dict) and token.get("id") == placeholder_id else None
         if isinstance(text, str):

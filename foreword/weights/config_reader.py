@@ -79,16 +79,16 @@ LLAVA_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError."""
+def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError, for option `param`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", param) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
+        raise CheckpointError(f"{path} is not JSON: {error}", param) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} does not hold a JSON object", param)
     return values
 
 

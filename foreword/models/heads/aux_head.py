@@ -75,21 +75,21 @@ class AuxHead:
         self._fc = Linear(ops, load_linear(ops, weights, precision.linear_format, joined, {"fc": size}))
         outer = outer or weights
         self._has_own_embedding = outer.has("embed_tokens.weight")
+        self._has_own_lm_head = config.draft_vocab_size != target.vocab_size or weights.has("lm_head.weight")
+        for name, is_own in (("embed_tokens", self._has_own_embedding), ("lm_head", self._has_own_lm_head)):
+            if not is_own and size != target.config.hidden_size:
+                problem = f"has no {name}, and its hidden size {size} is not the model's"
+                raise head_mismatch(self.NAME, f"{problem}, {target.config.hidden_size}")
         embedding = target.embedding_weight
         if self._has_own_embedding:
             rows = {"embed_tokens": config.layer.vocab_size}
             embedding = load_linear(ops, outer, precision.embedding_format, size, rows)
         self._embedding = Embedding(ops, embedding, precision.dtype, embedding_scale)
-        self._has_own_lm_head = config.draft_vocab_size != target.vocab_size or weights.has("lm_head.weight")
         lm_head = target.lm_head
         if self._has_own_lm_head:
             rows = {"lm_head": config.draft_vocab_size}
             packed = load_linear(ops, weights, precision.embedding_format, size, rows)
             lm_head = Linear(ops, packed, torch.float32)
-        for name, is_own in (("embed_tokens", self._has_own_embedding), ("lm_head", self._has_own_lm_head)):
-            if not is_own and size != target.config.hidden_size:
-                problem = f"has no {name}, and its hidden size {size} is not the model's"
-                raise head_mismatch(self.NAME, f"{problem}, {target.config.hidden_size}")
         self._logits = DraftLogits(ops, lm_head, target.vocab_size, vocab_ids, softcap)
         self.set_max_model_len(max_model_len)
 
