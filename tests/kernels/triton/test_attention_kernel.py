@@ -193,8 +193,7 @@ def test_all_kernels_of_an_engine_have_the_same_instructions(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (80, "fp32"), (89, "bf16"), (90, "bf16")])
 def test_wide_heads_fit_the_shared_memory(capability: int, dtype: str) -> None:
     """512 values, as in global layers of Gemma 4."""
     stored = ("bf16", "i8") if dtype == "bf16" else (dtype,)
@@ -206,8 +205,7 @@ def test_wide_heads_fit_the_shared_memory(capability: int, dtype: str) -> None:
             assert made.products == all_made[0].products
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("stored", ["bf16", "i8", "u8"])
+@pytest.mark.parametrize(("capability", "stored"), [(80, "bf16"), (80, "u8"), (90, "bf16"), (90, "i8")])
 def test_latent_attention_compiles(capability: int, stored: str) -> None:
     """DeepSeek's 512 values of V and 64 more of K: one copy of the keys, with and without splits."""
     with gpu(capability) as device:
