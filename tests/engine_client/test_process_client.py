@@ -117,7 +117,7 @@ KEPT_FAMILIES = ("llama", *(STATE_FAMILIES if is_full() else ("qwen3_5_text",)))
     some_of(
         [
             *((family, "none") for family in KILLED_FAMILIES),
-            *zip(KEPT_FAMILIES, cycle(("disk", "memory")), strict=False),
+            *zip(KEPT_FAMILIES, itertools.cycle(("disk", "memory")), strict=False),
         ],
         8,
     ),
