@@ -11,7 +11,9 @@ from types import MappingProxyType
 
 from foreword.weights.config_reader import ConfigReader, read_json
 from foreword.weights.module_patterns import NamePattern, find_first
-from foreword.weights.quantized.scheme import AWQ, GPTQ, Float8, PackedInts, PlainInts, Scheme
+from foreword.weights.quantized.awq import AWQ
+from foreword.weights.quantized.gptq import GPTQ
+from foreword.weights.quantized.scheme import Float8, PackedInts, PlainInts, Scheme
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How AWQ, GPTQ, compressed-tensors and FP8 store a matrix [N, K], and its conversion for kernels/ops.py.
+"""How quantized checkpoints store a matrix [N, K], and its conversion for kernels/ops.py.
 
 A scheme names the tensors of a matrix by their suffixes after the module's name. Values keep the file's bits:
 they are moved, never rounded.
@@ -20,9 +20,6 @@ WORD_BITS = 32
 INT_BLOCK = 32  # columns: a group holds a multiple of them, or the whole row
 MAX_SCALE = 1e30  # products of a scale and a value stay finite
 CHUNK = 64  # words of a row that are transposed at once: their temporaries stay in the cache
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word, lowest first
-# Swaps that transpose 8 words of 8 nibbles: distance of the words, shift, and the bits that stay.
-NIBBLE_SWAPS = ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F))
 FLOAT8_BLOCK = 128  # columns: a block holds a multiple of them, or the whole row
 
 
@@ -125,101 +122,6 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     """int32 [A, B] -> uint8 [A, B * 32 / bits], lowest bits first."""
     data = words.contiguous().view(torch.uint8)
     return torch.stack((data & 15, data >> 4), -1).flatten(1) if bits == 4 else data
-
-
-class AWQ(GroupedScheme):
-    """Layout `gemm`: words of 8 columns (of a row of the transposed matrix), in the order of AWQ_COLUMNS."""
-
-    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        groups, words = self.num_groups(columns), self._words(rows)
-        self._words(columns)
-        return {
-            "qweight": StoredTensor(("I32",), ((columns, words),)),
-            "qzeros": StoredTensor(("I32",), ((groups, words),)),
-            "scales": StoredTensor(FLOATS, ((groups, rows),)),
-        }
-
-    def matrix(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> GroupedInts:
-        values = _transpose_nibbles(tensors["qweight"]).view(torch.uint8)
-        zeros = unpack_words(tensors["qzeros"], self.bits)
-        zeros = zeros.reshape(len(zeros), -1, len(AWQ_COLUMNS))
-        columns_first = torch.empty_like(zeros)
-        columns_first[..., list(AWQ_COLUMNS)] = zeros
-        zeros = columns_first.flatten(1).t().contiguous()
-        return self._grouped(values, read_scales(tensors, "scales").t().contiguous(), zeros, columns)
-
-
-def _transpose_nibbles(words: Tensor) -> Tensor:
-    """AWQ's words int32 [K, N / 8] -> int32 [N, K / 8], of 8 values along K, lowest first."""
-    num_words, num_columns = len(words) // 8, words.shape[1] * 8
-    result = torch.empty(words.shape[1], 8, num_words, dtype=torch.int32, device=words.device)
-    for first in range(0, words.shape[1], CHUNK):
-        chunk = words[:, first : first + CHUNK].reshape(num_words, 8, -1).transpose(0, 1).contiguous()
-        for distance, shift, mask in NIBBLE_SWAPS:
-            low, high = chunk.view(-1, 2, distance, *chunk.shape[1:]).unbind(1)
-            moved = (low >> shift).bitwise_xor_(high).bitwise_and_(mask)
-            high ^= moved
-            low ^= moved.bitwise_left_shift_(shift)
-        for nibble, column in enumerate(AWQ_COLUMNS):
-            result[first : first + CHUNK, column] = chunk[nibble].t()
-    return result.view(num_columns, num_words)
-
-
-@dataclass(frozen=True, slots=True)
-class GPTQ(GroupedScheme):
-    """Words of values along K; column i belongs to group g_idx[i]."""
-
-    zero_offset: int  # added to stored zeros: 1 in checkpoint_format gptq, 0 in gptq_v2
-    needs_g_idx: bool = False  # desc_act
-
-    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        groups = self.num_groups(columns)
-        return {
-            "qweight": StoredTensor(("I32",), ((self._words(columns), rows),)),
-            "qzeros": StoredTensor(("I32",), ((groups, self._words(rows)),)),
-            "scales": StoredTensor(FLOATS, ((groups, rows),)),
-            "g_idx": StoredTensor(("I32", "I64"), ((columns,),), optional=not self.needs_g_idx),
-        }
-
-    def matrix(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> GroupedInts:
-        order = self._input_order(tensors["g_idx"], columns) if "g_idx" in tensors else None
-        values = _transpose_words(tensors["qweight"], self.bits, order).view(torch.uint8)
-        # Words are added as a whole: v1 subtracted 1 from each field, with borrows into the next one.
-        ones = sum(1 << shift for shift in range(0, WORD_BITS, self.bits))
-        zeros = unpack_words(tensors["qzeros"] + ones * self.zero_offset, self.bits).t().contiguous()
-        scales = read_scales(tensors, "scales").t().contiguous()
-        return self._grouped(values, scales, zeros, columns, order)
-
-    def _input_order(self, groups: Tensor, columns: int) -> Tensor | None:
-        """Columns by group, int64 [K]; None if they are so already."""
-        size, count = self.group_size or columns, self.num_groups(columns)
-        low, high = (int(bound) for bound in groups.aminmax())
-        if low < 0 or high >= count:
-            raise SchemeError("g_idx", f"holds group {low if low < 0 else high}; there are {count}, from 0")
-        sizes = torch.bincount(groups, minlength=count)
-        if not bool((sizes == size).all()):
-            wrong = int((sizes != size).nonzero()[0])
-            raise SchemeError("g_idx", f"has {int(sizes[wrong])} columns in group {wrong}, not {size}")
-        order = torch.argsort(groups, stable=True)
-        return None if torch.equal(order, torch.arange(columns, device=order.device)) else order
-
-
-def _transpose_words(words: Tensor, bits: int, order: Tensor | None) -> Tensor:
-    """Packed values int32 [K * bits / 32, N] -> [N, K * bits / 32]; columns by `order` int64 [K]."""
-    if order is None:
-        return words.t().contiguous()
-    per_word, mask = WORD_BITS // bits, (1 << bits) - 1
-    rows, shifts = order // per_word, (order % per_word * bits).to(torch.int32)[:, None]
-    result = torch.empty(words.shape[::-1], dtype=torch.int32, device=words.device)
-    for first in range(0, words.shape[1], CHUNK):
-        chunk = words[:, first : first + CHUNK].contiguous()
-        packed = torch.zeros_like(chunk)
-        for place in range(per_word):
-            values = chunk.index_select(0, rows[place::per_word])
-            values.bitwise_right_shift_(shifts[place::per_word]).bitwise_and_(mask)
-            packed |= values.bitwise_left_shift_(bits * place)
-        result[first : first + CHUNK] = packed.t()
-    return result
 
 
 @dataclass(frozen=True, slots=True)
