@@ -307,11 +307,11 @@ from foreword.cli import serve
 from foreword.cli.main import main
 from foreword.server.routes import tokenize
 serve.LATE_GRACE_S = 0.0
-def block_loop(content):
+def block_loop(*args, **kwargs):
     print("blocks now", file=sys.stderr, flush=True)
     while True:
         pass
-tokenize.JSONResponse = block_loop
+tokenize.Response = block_loop
 sys.exit(main(sys.argv[1:]))
 """
 

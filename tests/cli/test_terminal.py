@@ -47,7 +47,7 @@ def test_breaks_do_not_depend_on_the_pieces(text: str, width: int, cuts: list[in
 
 @given(st.text(alphabet="ab你 \n", max_size=80), st.integers(8, 20))
 def test_no_line_is_wider_than_the_terminal(text: str, width: int) -> None:
-    text = re.sub("[ab]{6,}|  +", "a ", text)  # longer words and spaces are left to the terminal
+    text = re.sub("([ab]){6,}|( )  *", r"\1\2", text)  # longer words and spaces are left to the terminal
     assert max(cell_len(line) for line in wrap([text], width).split("\n")) <= width
 
 

@@ -19,6 +19,7 @@ RECORD = Path(__file__).with_name("peer_flags.txt")  # written by benchmarks/pee
 # A value that works, of flags that do not take "4".
 SAMPLES = {
     "--config": "/dev/null",
+    "--cors-origins": "http://localhost:8080",
     "--device": "cpu",
     "--dtype": "auto",
     "--generation-config": "auto",

@@ -270,7 +270,6 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": ""}] * 2100}]
         (CHAT, {"messages": USER * 2100}, "messages"),
         (CHAT, {"messages": PARTS}, "messages"),
         ("/tokenize", {"messages": USER * 2100}, "messages"),
-        ("/detokenize", {"tokens": [1] * 2100}, "tokens"),
         ("/v1/messages", {"messages": USER * 2100, "max_tokens": 1}, "messages"),
         ("/v1/messages/count_tokens", {"messages": [RESULT]}, "messages"),
         ("/v1/responses", {"input": USER * 2100}, "input"),
