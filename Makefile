@@ -1,6 +1,6 @@
 # make serve      set up .venv and serve the bundled model (TORCH=cpu or TORCH=cuda chooses PyTorch's build)
-# make test       set up .venv, then format, lint, types and the tests that every change must pass (10 minutes on 2 cores)
-# make test-all   the same with every test (half an hour)
+# make test       set up .venv, then format, lint, types and the tests that every change must pass (5 minutes on 2 cores)
+# make test-all   the same with every test (25 minutes)
 # make test-clients  the clients of docs/clients.md, which it installs (tests/clients/requirements, npm)
 # make sanitize   the native kernels under AddressSanitizer and UBSan
 

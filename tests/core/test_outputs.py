@@ -98,3 +98,12 @@ def test_merge_joins_consecutive_events() -> None:
         Repetition(2, 3),
     )
     assert merge([EVENT]) == EVENT
+
+
+def test_merged_confidence_is_that_of_every_accepted_token() -> None:
+    """Or none: of a part alone, probabilities would be read at the wrong tokens."""
+    sure = EVENT._replace(token_ids=(1, 2), logprobs=(), draft=DraftResult("draft", 2, 1, (0.9,)))
+    unsure = EVENT._replace(index=12, token_ids=(3, 4), logprobs=(), draft=DraftResult("suffix", 1, 1, ()))
+    for events, confidence in (([sure, sure], (0.9, 0.9)), ([sure, unsure], ())):
+        draft = merge(events).draft
+        assert draft is not None and draft.confidence == confidence

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from foreword.core.batch import NULL_BLOCK
-from foreword.engine.cost_profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_sizes
+from foreword.engine.cost_profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_passes, time_sizes
 from foreword.engine.scheduler import ScheduledRequest
 from foreword.speculation.draft_length.cost_model import CostCurve
 
@@ -134,3 +136,10 @@ def test_slow_model_is_timed_in_a_few_steps(row_s: float) -> None:
     assert machine.num_steps <= 5
     # The machine's first row reads a context for free, which here is not told from the others.
     assert calibration.context_cost_extra_row == pytest.approx(7 / 8 * 1e-6, rel=0.01)
+
+
+@pytest.mark.parametrize("rows_per_request", [None, 7])
+def test_passes_of_a_drafter_are_timed_up_to_their_largest(rows_per_request: int | None) -> None:
+    one_pass = None if rows_per_request is None else SimpleNamespace(max_rows=rows_per_request)
+    drafter: Any = SimpleNamespace(one_pass=one_pass, pass_seconds=lambda rows, sampled: rows * 1e-3)
+    assert max(time_passes(drafter, 3)) == 3 * (rows_per_request or 1)
