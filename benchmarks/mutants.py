@@ -1,7 +1,7 @@
 """Breaks the code in small ways, one at a time, and counts the breaks that tests notice.
 
     python -m benchmarks.mutants --num 120 --seed 1 --jobs 2 --json after.json
-    python -m benchmarks.mutants --survivors after.json  # with other tests: which of them would notice more
+    python -m benchmarks.mutants --survivors after.json  # whether other tests catch the survivors
 
 A mutant changes one operator, constant, condition, return value or statement of a module below PACKAGES,
 chosen by the seed. It runs in a copy of the tree, against the test file of the module's name, then the tests

@@ -13,9 +13,9 @@ from foreword.errors import InvalidRequest
 
 Size = tuple[int, int]  # (height, width)
 MAX_SIZE: Final = 1 << 24  # above the tiles, pixels of a side or tokens of any image
-DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]  # of LLaVA-NeXT
+DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]  # LLaVA-NeXT's
 MAX_PINPOINTS = 1024
-MAX_TILES: Final = 1024  # of an image
+MAX_TILES: Final = 1024  # limit of an image
 ROUND_DIGITS = 7  # digits kept before a length is truncated: 2.9999999999 counts as 3
 
 

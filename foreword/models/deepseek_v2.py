@@ -94,6 +94,8 @@ def read_latent_decoder(
     if heads * width > MAX_HIDDEN_SIZE or (shape.q_lora_rank or 0) > MAX_HIDDEN_SIZE:
         limit = f"{heads} times {width} values of latent attention must be at most {MAX_HIDDEN_SIZE} here"
         raise config.error("num_attention_heads", limit)
+    for key in TRAINING_KEYS:
+        config.get(key, None)
     config.require_value("num_key_value_heads", heads)
     config.require_value("head_dim", head_dim or shape.qk_rope_head_dim)
     rope = rope or read_rope(config, shape.qk_rope_head_dim, context_length)
@@ -151,12 +153,11 @@ def read_shared_moe(
         for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             config.require_value(key, value)
     config.require_value("moe_layer_freq", 1)
-    for key in TRAINING_KEYS:
-        config.get(key, None)
     first = config.get_int("first_k_dense_replace", num_dense, low=0)
-    has_experts = [index >= first for index in range(read_num_layers(config))]
     if names_layers:
         has_experts = read_mlp_types(config, first)
+    else:
+        has_experts = [index >= first for index in range(read_num_layers(config))]
     num_shared = config.get_optional_int(shared_key, num_shared, low=0) or 0
     size = config.get_int("moe_intermediate_size", high=MAX_HIDDEN_SIZE)
     if num_shared * size > MAX_HIDDEN_SIZE:

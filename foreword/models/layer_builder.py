@@ -39,7 +39,7 @@ from foreword.weights.renamed_weights import ReorderedWeights, ScaledWeights, ro
 
 # Tensors of latent attention's keys and values
 LATENT_JOINED = "kv_b_proj.weight"  # rows of keys, then of values, of one head after the other
-LATENT_KEYS, LATENT_VALUES = "k_b_proj.weight", "v_b_proj.weight"  # of GGUF files: keys are transposed
+LATENT_KEYS, LATENT_VALUES = "k_b_proj.weight", "v_b_proj.weight"  # names in GGUF files: keys are transposed
 LATENT_NORM_EPS = 1e-6  # norms within latent attention, whatever that of the others
 
 

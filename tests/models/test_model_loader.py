@@ -244,6 +244,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"mlp_bias": True}, "mlp_bias"),
     ("deepseek_v3", {"index_topk": 2048}, "index_topk"),
     ("deepseek_v3", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+    ("glm4_moe", {"aux_loss_alpha": 0.1}, "aux_loss_alpha"),
     ("deepseek_v3", {"n_shared_experts": 1 << 16}, "n_shared_experts"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),

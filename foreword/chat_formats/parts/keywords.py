@@ -66,7 +66,7 @@ PYTHON_ESCAPED: Final = {**ESCAPED, "a": "\a", "v": "\v", "\\": "\\", "'": "'", 
 class KeywordArguments(FormatPart):
     """Keyword arguments without what stands around them, separated by commas."""
 
-    quote: str = ""  # of strings, beside those of JSON and Python
+    quote: str = ""  # a quote for strings, beside those of JSON and Python
 
     assign: ClassVar[str]  # sign between key and value
     words: ClassVar[tuple[str, str, str]]  # true, false, null

@@ -53,7 +53,7 @@ class VisionModel:
     # Prefix that our modules use ("model." and "lm_head." for the decoder) -> prefixes in files, by priority.
     weight_prefixes: Mapping[str, tuple[str, ...]]
     build_tower: BuildTower  # on a device; the weights have the parts under the keys of weight_prefixes
-    ignored_prefixes: tuple[str, ...] = ()  # of tensors that are not loaded, in terms of these keys
+    ignored_prefixes: tuple[str, ...] = ()  # prefixes of tensors that are not loaded, in terms of these keys
 
 
 def read_image_token_id(config: ConfigReader, decoder_config: DecoderConfig) -> int:
